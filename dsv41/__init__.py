@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1-Flash in JAX: the model as pure functions on pytrees."""
