@@ -1,0 +1,61 @@
+"""Engram: hashed n-gram rows, gated onto the residual streams before a block (architecture §11)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dsv41.config import ModelConfig
+from dsv41.hashing import hash_rows, lookback
+from dsv41.layout import Layout
+from dsv41.numerics import Taps, linear, record
+from dsv41.params import EngramParams
+
+
+def engram_rows(
+    ids: Int[Array, "B T"], layout: Layout, token_map: Int[Array, " V"], config: ModelConfig
+) -> tuple[Int[Array, "B T C"], ...]:
+    """Row ids of every table: folded ids, look-backs cut at the document's start and at padding or image tokens (§11.4).
+
+    Ids outside the vocabulary count as dead: an index there would wrap to a valid-looking row.
+    """
+    if not config.engram_layer_ids:
+        return ()
+    inside = (ids >= 0) & (ids < config.vocab_size)
+    dead = ~layout.live | layout.image | ~inside
+    pad = token_map[config.engram_pad_token_id]
+    folded = token_map[jnp.where(inside, ids, 0)]
+    rows = lookback(folded, layout.positions, dead, config.engram_max_ngram_size, pad)
+    return tuple(hash_rows(rows, table) for table in config.engram_hashes)
+
+
+def apply_engram(
+    streams: Float[Array, "B T N D"],
+    rows: Int[Array, "B T C"],
+    layout: Layout,
+    params: EngramParams,
+    config: ModelConfig,
+    taps: Taps | None,
+    name: str,
+) -> Float[Array, "B T N D"]:
+    """``X_j += gate_j value`` with a parameter-free signed-root gate per stream; 0 at image tokens (§11.5)."""
+    batch, time, n, d = streams.shape
+    record(taps, f"{name}.hash_ids", rows)
+    fetched = params.embed[rows].astype(streams.dtype).reshape(batch, time, -1)
+    kv = linear(fetched, params.wkv)
+    key = kv[..., : n * d].reshape(batch, time, n, d).astype(jnp.float32)
+    value = kv[..., n * d :]
+    x = streams.astype(jnp.float32)
+    gains = (params.q_weight.astype(jnp.float32) * params.k_weight.astype(jnp.float32))[None, None]
+    norm = lambda v: lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + jnp.float32(config.rms_norm_eps))  # noqa: E731
+    dot = jnp.sum(x * gains * key, axis=-1) * norm(x) * norm(key) * d**-0.5
+    # The floor under the root keeps the gradient finite at 0.
+    root = jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6))
+    gate = jax.nn.sigmoid(jnp.where(jnp.signbit(dot), -root, root))
+    gate = jnp.where((layout.image | ~layout.live)[..., None], 0.0, gate)
+    record(taps, f"{name}.dot", dot)
+    record(taps, f"{name}.gate", gate)
+    record(taps, f"{name}.value", value)
+    out = (x + gate[..., None] * value.astype(jnp.float32)[..., None, :]).astype(streams.dtype)
+    record(taps, f"{name}.streams", out)
+    return out

@@ -1,0 +1,115 @@
+"""The indexer: keys, scores, the candidate pool and stable top-k, as pure functions (architecture §7)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from dsv41.config import ModelConfig
+from dsv41.numerics import Policy, Taps, linear, record, rms_norm
+from dsv41.params import IndexerParams
+from dsv41.quant import INDEX_KEY, fake_quant
+from dsv41.rope import layer_frequencies, rotate, rotate_heads
+
+
+def index_keys(
+    latent: Float[Array, "B S K"],
+    positions: Int[Array, "B S"],
+    params: IndexerParams,
+    config: ModelConfig,
+    policy: Policy,
+    ratio: int,
+    taps: Taps | None,
+    name: str,
+) -> Float[Array, "B S KI"]:
+    """Keys from the pre-RoPE, un-quantised latent: wk, k_norm, RoPE at the group's position, FP4 per 32 (§8.3)."""
+    key = rms_norm(linear(latent, params.wk), params.k_norm, config.rms_norm_eps)
+    key = rotate(key, positions, layer_frequencies(config, ratio))
+    record(taps, f"{name}.k_prequant", key)
+    if policy.quantize_index:
+        key = fake_quant(key, INDEX_KEY)
+    record(taps, f"{name}.k", key)
+    return key
+
+
+def index_scores(
+    x: Float[Array, "B T D"],
+    latent_q: Float[Array, "B T R"],
+    keys: Float[Array, "B S KI"],
+    positions: Int[Array, "B T"],
+    params: IndexerParams,
+    config: ModelConfig,
+    policy: Policy,
+    ratio: int,
+    taps: Taps | None,
+    name: str,
+) -> Float32[Array, "B T S"]:
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked."""
+    heads, width = config.index_n_heads, config.index_head_dim
+    q = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
+    q = rotate_heads(q, positions, layer_frequencies(config, ratio))
+    record(taps, f"{name}.q_prequant", q)
+    if policy.quantize_index:
+        q = fake_quant(q, INDEX_KEY)
+    record(taps, f"{name}.q", q)
+    weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
+    record(taps, f"{name}.weights", weights)
+    dots = jnp.einsum(
+        "bthk,bsk->bths", q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def candidate_mask(
+    scores: Float32[Array, "B T S"], first: Int[Array, "B T"], count: Int[Array, "B T"], block: int, keep: int
+) -> Bool[Array, "B T S"]:
+    """Entries of the ``keep`` best blocks; a block scores its best entry, and the newest visible block is pinned.
+
+    scores: causally masked with -inf. The mask may hold entries of the pinned block that are not visible yet.
+    """
+    size = scores.shape[-1]
+    blocks = -(-size // block)
+    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, blocks * block - size)), constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(*scores.shape[:2], blocks, block), axis=-1)
+    index = jnp.arange(blocks, dtype=jnp.int32)[None, None]
+    newest = (first + count - 1) // block
+    best = jnp.where((index == newest[..., None]) & (count > 0)[..., None], jnp.inf, best)
+    value, chosen = lax.top_k(best, min(keep, blocks))
+    kept = ids_to_mask(jnp.where(value > -jnp.inf, chosen, -1), blocks)
+    return jnp.repeat(kept, block, axis=-1)[..., :size]
+
+
+def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
+    """Ids of the ``min(k, S)`` best finite scores, ascending, -1 behind them; ties take the lowest index."""
+    size = scores.shape[-1]
+    value, ids = lax.top_k(scores, min(k, size))
+    # The sentinel sorts behind every id.
+    ordered = jnp.sort(jnp.where(value > -jnp.inf, ids, size), axis=-1)
+    return jnp.where(ordered == size, -1, ordered)
+
+
+def ids_to_mask(ids: Int[Array, "B T k"], size: int) -> Bool[Array, "B T S"]:
+    """Membership mask of -1-padded ids; -1 goes to a slot past the end, since scatters wrap negative ids."""
+    batch, time = (jnp.arange(n, dtype=jnp.int32) for n in ids.shape[:2])
+    slots = jnp.where(ids < 0, size, ids)
+    mask = jnp.zeros((*ids.shape[:2], size + 1), bool)
+    return mask.at[batch[:, None, None], time[None, :, None], slots].set(True)[..., :size]
+
+
+def index_kl(
+    student: Float32[Array, "B T S"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
+) -> Float32[Array, ""]:
+    """KL from the attention's own mass over the selected entries to the indexer's softmax over them (training §4.3).
+
+    mass: attention probability of each selected entry summed over heads, with window and sink in the denominator.
+    Averaged over live queries with two candidates or more.
+    """
+    valid = ids >= 0
+    rows = live & (jnp.sum(valid, axis=-1) > 1)
+    picked = jnp.take_along_axis(student, jnp.maximum(ids, 0), axis=-1)
+    log_q = jax.nn.log_softmax(jnp.where(valid, picked, -1e30), axis=-1)
+    mass = jnp.where(valid, lax.stop_gradient(mass), 0.0)
+    p = mass / jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), 1e-30)
+    terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - log_q)
+    per_query = jnp.sum(jnp.where(valid, terms, 0.0), axis=-1)
+    return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(jnp.sum(rows.astype(jnp.float32)), 1.0)

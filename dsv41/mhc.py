@@ -1,0 +1,72 @@
+"""Single-pass manifold-constrained hyper-connections: coefficients, input mix, residual update (architecture §10)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from dsv41.numerics import linear
+from dsv41.params import HyperConnection
+
+
+def sinkhorn(logits: Float32[Array, "*s N N"], iters: int, eps: float) -> Float32[Array, "*s N N"]:
+    """Row softmax + eps, one column step, then ``iters - 1`` times (row, column); eps in every divisor; ends on columns."""
+
+    def columns(m: jax.Array) -> jax.Array:
+        return m / (jnp.sum(m, axis=-2, keepdims=True) + eps)
+
+    def step(m: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return columns(m / (jnp.sum(m, axis=-1, keepdims=True) + eps)), None
+
+    # A scan, not an unrolled loop: two sites a layer would dominate compile time.
+    start = columns(jax.nn.softmax(logits, axis=-1) + eps)
+    return lax.scan(step, start, None, length=iters - 1)[0]
+
+
+def _mixes(streams: Float[Array, "*s N D"], hc: HyperConnection, rms_eps: float) -> Float32[Array, "*s M"]:
+    flat = streams.astype(jnp.float32).reshape(*streams.shape[:-2], -1)
+    scale = lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + jnp.float32(rms_eps))
+    return linear(flat, hc.fn) * scale
+
+
+def _spread(row: Float[Array, " M"], like: jax.Array) -> jax.Array:
+    return row.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+def coefficients(
+    streams: Float[Array, "*s N D"], hc: HyperConnection, iters: int, eps: float, rms_eps: float
+) -> tuple[Float32[Array, "*s N"], Float32[Array, "*s N"], Float32[Array, "*s N N"]]:
+    """pre (A), post (C) and comb (M, indexed [source, target]) of a site, all in float32."""
+    n = streams.shape[-2]
+    m = _mixes(streams, hc, rms_eps)
+    scales = jnp.repeat(hc.scale.astype(jnp.float32), jnp.array([n, n, n * n]), total_repeat_length=n * (n + 2))
+    m = m * _spread(scales, m) + _spread(hc.base, m)
+    comb = m[..., 2 * n :].reshape(*m.shape[:-1], n, n)
+    return jax.nn.sigmoid(m[..., :n]) + eps, 2 * jax.nn.sigmoid(m[..., n : 2 * n]), sinkhorn(comb, iters, eps)
+
+
+def head_coefficients(
+    streams: Float[Array, "*s N D"], hc: HyperConnection, eps: float, rms_eps: float
+) -> Float32[Array, "*s N"]:
+    """Final collapse weights of the unshifted V4 form, which has a predictor of its own for them."""
+    m = _mixes(streams, hc, rms_eps)
+    return jax.nn.sigmoid(m * _spread(hc.scale, m) + _spread(hc.base, m)) + eps
+
+
+def collapse(pre: Float32[Array, "*s N"], streams: Float[Array, "*s N D"]) -> Float[Array, "*s D"]:
+    """Sum of ``pre`` times streams in float32, in the streams' dtype."""
+    return jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
+
+
+def expand(
+    y: Float[Array, "*s D"],
+    streams: Float[Array, "*s N D"],
+    post: Float32[Array, "*s N"],
+    comb: Float32[Array, "*s N N"],
+) -> Float[Array, "*s N D"]:
+    """``new_k = post_k y + sum_j comb[j, k] stream_j``: the sum runs over the first index, the source stream."""
+    x = streams.astype(jnp.float32)
+    n = streams.shape[-2]
+    # Written out per source: an N x N product a token is elementwise work, not a matrix product worth dispatching.
+    mixed = sum(comb[..., j, :, None] * x[..., j, None, :] for j in range(n))
+    return (post[..., None] * y.astype(jnp.float32)[..., None, :] + mixed).astype(streams.dtype)

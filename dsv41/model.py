@@ -1,0 +1,81 @@
+"""The text model over full sequences: embedding, stream expansion, the blocks, final collapse, norm, head (architecture §3)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dsv41 import mhc
+from dsv41.block import Shared, Tokens, block, first_mix
+from dsv41.config import ModelConfig
+from dsv41.engram import engram_rows
+from dsv41.layout import make_layout
+from dsv41.numerics import Policy, Taps, linear, record, rms_norm
+from dsv41.params import TextParams
+from dsv41.plan import layer_plans
+
+
+@struct.dataclass
+class Output:
+    """logits ``[B, T, V]`` float32; load ``[L, E]`` routed live text tokens; balance, index_kl: summed over layers."""
+
+    logits: jax.Array
+    load: jax.Array
+    balance: jax.Array
+    index_kl: jax.Array
+
+
+def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
+    """Turns left padding into right padding where the first document starts off the alignment; also the turn's index."""
+    start = jnp.argmax(segments > 0, axis=1).astype(jnp.int32) % alignment
+    index = (jnp.arange(ids.shape[1], dtype=jnp.int32)[None] + start[:, None]) % ids.shape[1]
+    take = lambda a: jnp.take_along_axis(a, index, axis=1)  # noqa: E731
+    back = (jnp.arange(ids.shape[1], dtype=jnp.int32)[None] - start[:, None]) % ids.shape[1]
+    return take(ids), take(segments), take(image), back
+
+
+def forward(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    ids: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
+    token_map: Int[Array, " V"],
+    taps: Taps | None = None,
+    image: Bool[Array, "B T"] | None = None,
+) -> Output:
+    """Logits of every position, by the plan's schedule.
+
+    segments: 0 padding, 1.. documents of a packed row (None: one document a row); a row holds its documents at multiples
+    of `ModelConfig.document_alignment`, or one document behind any left padding. token_map: Engram's folding map (§11.1).
+    taps: a dict to fill with intermediates under their golden names. image: image-span tokens.
+    """
+    segments = jnp.ones_like(ids) if segments is None else segments
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
+    layout = make_layout(segments, image)
+    tokens = Tokens(ids, layout, engram_rows(ids, layout, token_map, config))
+    embedded = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
+    streams = jnp.broadcast_to(embedded[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
+    record(taps, "embed_streams", streams)
+    pre = first_mix(ids, config)
+    shared = Shared()
+    loads, balance, kl = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
+        out = block(streams, pre, layer, plan, shared, tokens, config, policy, taps)
+        streams, pre, shared = out.streams, out.pre, out.shared
+        loads.append(out.load)
+        balance, kl = balance + out.balance, kl + out.index_kl
+    if params.hc_head is not None:
+        pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
+    hidden = mhc.collapse(pre, streams)
+    record(taps, "final_hidden", hidden)
+    if taps is not None and config.num_nextn_predict_layers:
+        means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
+        record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
+    logits = linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
+    logits = jnp.take_along_axis(logits, back[..., None], axis=1)
+    record(taps, "logits", logits)
+    return Output(logits, jnp.stack(loads), balance, kl)

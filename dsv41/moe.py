@@ -1,0 +1,137 @@
+"""Mixture of experts: sqrt-softplus routing with a correction bias, grouped expert products, shared expert (architecture §9)."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from dsv41.config import ModelConfig
+from dsv41.numerics import Taps, linear, record, swiglu
+from dsv41.params import ExpertParams, MoEParams
+
+
+@struct.dataclass
+class Routing:
+    """ids, weights ``[N, k]`` in router order (descending biased score); scores ``[N, E]``, unbiased."""
+
+    ids: jax.Array
+    weights: jax.Array
+    scores: jax.Array
+
+
+def route(
+    x: Float[Array, "N D"], params: MoEParams, config: ModelConfig, image: Bool[Array, " N"], ids: Int[Array, " N"]
+) -> Routing:
+    """Top-k of score + bias, weights from the unbiased scores; equal scores take the lowest expert (§9).
+
+    Text tokens use ``bias``, image-span tokens ``bias_vl``; a hash layer takes its experts from ``tid2eid[ids]``.
+    """
+    logits = linear(x, params.gate, jnp.float32) / jnp.float32(config.gate_temp)
+    scores = jnp.sqrt(jax.nn.softplus(logits))
+    k = config.num_experts_per_tok
+    if params.tid2eid is not None:
+        chosen = params.tid2eid[jnp.clip(ids, 0, config.vocab_size - 1)]
+    else:
+        bias = jnp.where(image[:, None], params.bias_vl[None], params.bias[None])
+        chosen = lax.top_k(lax.stop_gradient(scores + bias), k)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if config.norm_topk_prob and k > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return Routing(chosen, weights * config.routed_scaling_factor, scores)
+
+
+def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
+    hidden = swiglu(linear(x, w.w1), linear(x, w.w3), limit)
+    return linear(hidden.astype(x.dtype), w.w2)
+
+
+def grouped_experts(
+    x: Float[Array, "N D"],
+    ids: Int[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    live: Bool[Array, " N"],
+    params: ExpertParams,
+    limit: float,
+) -> Float32[Array, "N D"]:
+    """Sum over each token's experts in float32; no token is dropped, padding reaches no expert.
+
+    Tokens are sorted by expert and each group padded to whole blocks, so that every block meets one expert's weights in
+    one batched product: static shapes for any skew, with at most one block an expert wasted.
+    """
+    experts, k = params.w1.shape[0], ids.shape[1]
+    items = ids.size
+    block = 8
+    while block < 64 and block * experts * 2 <= items:
+        block *= 2
+    blocks = -(-items // block) + experts
+    expert = jnp.where(live[:, None], ids, experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
+    ends = jnp.cumsum(-(-sizes // block))  # in blocks
+    begin, first = (ends + (-sizes // block)) * block, jnp.cumsum(sizes) - sizes
+    sorted_expert = expert[order]
+    group = jnp.minimum(sorted_expert, experts - 1)
+    slot = begin[group] + jnp.arange(items, dtype=jnp.int32) - first[group]
+    slot = jnp.where(sorted_expert < experts, slot, blocks * block).astype(jnp.int32)
+    item_of_slot = jnp.full((blocks * block,), items, jnp.int32).at[slot].set(order, mode="drop")
+    slot_of_item = jnp.full((items,), blocks * block, jnp.int32).at[order].set(slot)
+
+    rows = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])[jnp.minimum(item_of_slot // k, x.shape[0])]
+    rows = rows.reshape(blocks, block, -1)
+    scale = jnp.concatenate([weights.reshape(-1), jnp.zeros((1,), weights.dtype)])[item_of_slot]
+    owner = jnp.sum((jnp.arange(blocks, dtype=jnp.int32)[:, None] >= ends[None]).astype(jnp.int32), axis=1)
+    w = jax.tree.map(lambda p: p.astype(x.dtype)[jnp.minimum(owner, experts - 1)], params)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product = lambda a, b: jnp.einsum("nbi,noi->nbo", a, b, precision=precision)  # noqa: E731
+    hidden = swiglu(product(rows, w.w1), product(rows, w.w3), limit) * scale.reshape(blocks, block, 1)
+    out = product(hidden.astype(x.dtype), w.w2).reshape(blocks * block, -1)
+    out = jnp.concatenate([out, jnp.zeros((1, out.shape[1]), out.dtype)])
+    picked = out[slot_of_item].astype(jnp.float32).reshape(*ids.shape, -1)
+    return jnp.sum(picked, axis=1)
+
+
+def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int) -> Float32[Array, " E"]:
+    """Routed tokens of each expert among the counted ones."""
+    hits = (ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None]) & counted[:, None, None]
+    return jnp.sum(hits.astype(jnp.float32), axis=(0, 1))
+
+
+def sequence_balance(
+    scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
+) -> Float32[Array, ""]:
+    """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2)."""
+    experts, k = scores.shape[-1], ids.shape[-1]
+    count = jnp.sum(live.astype(jnp.float32), axis=1)
+    hits = (ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None, None]) & live[:, :, None, None]
+    f = jnp.sum(hits.astype(jnp.float32), axis=(1, 2)) * experts / (k * jnp.maximum(count, 1.0))[:, None]
+    share = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
+    p = jnp.sum(jnp.where(live[..., None], share, 0.0), axis=1) / jnp.maximum(count, 1.0)[:, None]
+    rows = jnp.sum((count > 0).astype(jnp.float32))
+    return jnp.sum(lax.stop_gradient(f) * p) / jnp.maximum(rows, 1.0)
+
+
+def moe(
+    x: Float[Array, "B T D"],
+    params: MoEParams,
+    config: ModelConfig,
+    token_ids: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    image: Bool[Array, "B T"],
+    taps: Taps | None,
+    name: str,
+) -> tuple[Float[Array, "B T D"], Float32[Array, " E"], Float32[Array, ""]]:
+    """Output, expert load of live text tokens, and the layer's sequence balance loss."""
+    batch, time, d = x.shape
+    flat, alive = x.reshape(-1, d), live.reshape(-1)
+    routing = route(flat, params, config, image.reshape(-1), token_ids.reshape(-1))
+    k = config.num_experts_per_tok
+    record(taps, f"{name}.expert_ids", routing.ids.reshape(batch, time, k))
+    record(taps, f"{name}.expert_weights", routing.weights.reshape(batch, time, k))
+    routed = grouped_experts(flat, routing.ids, routing.weights, alive, params.experts, config.swiglu_limit)
+    shared = _swiglu_expert(flat, params.shared, config.swiglu_limit)
+    out = (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(batch, time, d)
+    text = alive & ~image.reshape(-1)
+    load = expert_load(routing.ids, text, config.n_routed_experts)
+    scores = routing.scores.reshape(batch, time, -1)
+    return out, load, sequence_balance(scores, routing.ids.reshape(batch, time, k), live)

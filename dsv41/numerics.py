@@ -1,0 +1,63 @@
+"""Dtype policy and the small numeric pieces every step shares: linear, RMSNorm, clamped SwiGLU, softmax with a sink."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+Taps = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Static numerics of a forward pass: compute dtype, and which of §8's cache quantisers are on."""
+
+    compute_dtype: Any = jnp.float32
+    quantize_main_kv: bool = False
+    quantize_index: bool = False
+    quantize_window: bool = False
+
+
+def record(taps: Taps | None, name: str, value: Any) -> None:
+    """Keeps an intermediate under its golden name when a caller asked for them."""
+    if taps is not None:
+        taps[name] = value
+
+
+def linear(x: Float[Array, "*s i"], weight: Float[Array, "o i"], dtype: Any = None) -> Float[Array, "*s o"]:
+    """``x W^T`` in ``dtype`` (default ``x``'s); float32 runs at full precision on every backend."""
+    dtype = x.dtype if dtype is None else dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.einsum("...i,oi->...o", x.astype(dtype), weight.astype(dtype), precision=precision)
+
+
+def rms_norm(x: Float[Array, "*s d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*s d"]:
+    """Statistics and gain in float32, then ``x``'s dtype (§3)."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + jnp.float32(eps))
+    return (x32 * scale * weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def swiglu(gate: Float[Array, "*s f"], up: Float[Array, "*s f"], limit: float) -> Float[Array, "*s f"]:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) in float32 (§9)."""
+    gate = jnp.minimum(gate.astype(jnp.float32), limit)
+    return jax.nn.silu(gate) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+
+
+def sink_softmax(
+    scores: Float[Array, "*s H S"], mask: Bool[Array, "*s 1 S"], sink: Float[Array, " H"]
+) -> Float[Array, "*s H S"]:
+    """Softmax over the masked-in scores with ``exp(sink)`` in the denominator only (§4.5).
+
+    A row with nothing masked in is all zeros, with finite gradients: masking comes before the exponential.
+    """
+    sink = sink.astype(jnp.float32).reshape((1,) * (scores.ndim - 2) + (-1, 1))
+    safe = jnp.where(mask, scores, -1e30)
+    top = lax.stop_gradient(jnp.maximum(jnp.max(safe, axis=-1, keepdims=True), jnp.maximum(sink, -1e30)))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, safe - top, 0.0)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top)
+    # With a sink of -inf and no key the total is 0.
+    return weights / jnp.where(total > 0, total, 1.0)

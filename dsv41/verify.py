@@ -1,0 +1,343 @@
+"""Recorded numbers against this program: every tensor of the case files of a model folder and of the unit files.
+
+A model folder holds config.json, weights*.safetensors, the Engram token map and case files; a unit folder holds vectors
+of single components (`dsv41.verify_units`). One row a tensor, with its error relative to the largest recorded value.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dsv41.config import ModelConfig, load_config
+from dsv41.errors import UserError, nearest
+from dsv41.hf.safetensors import open_safetensors
+from dsv41.model import forward
+from dsv41.numerics import Policy, Taps
+from dsv41.params import ParamSpec, TextParams, map_specs, text_specs
+from dsv41.plan import layer_plans
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, quantize, scale_values
+
+Verdict = Literal["pass", "FAIL", "skipped"]
+Tensors = dict[str, np.ndarray]
+
+FP32_TOLERANCE, QUANT_TOLERANCE = 2e-5, 2e-4  # of a tensor's largest value
+MOVED_CODES = 1e-3  # share of a quantised tensor's elements that may differ, by one code
+TOKEN_MAP, FRAGILE = "engram_token_map.json", "fragile.json"
+_END_TO_END = re.compile(r"(fp32|quant)_len\d+")
+_NOT_RUN = {
+    "decode_": "incremental decode is not part of the full-sequence run",
+    "dspark_": "the draft layers are not part of the full-sequence run",
+    "vision_": "the vision tower is not part of the text run",
+}
+_FRAGILE_REASON = f"listed in {FRAGILE}: a moved code changes later selections, so it is not comparable end to end"
+_FORMATS = {"attn.swa_kv": WINDOW_KV, "attn.main_kv": MAIN_KV, "indexer.k": INDEX_KEY, "indexer.q": INDEX_KEY}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome for one tensor. error: relative to the largest recorded value; sets: agreeing rows where ids are."""
+
+    file: str
+    name: str
+    error: float | None
+    sets: str | None
+    verdict: Verdict
+    reason: str = ""
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference over the largest recorded magnitude, finite entries only; NaN where a NaN is."""
+    finite = np.isfinite(want)
+    if not finite.any():
+        return 0.0
+    worst = np.max(np.abs(got[finite].astype(np.float64) - want[finite].astype(np.float64)))
+    largest = np.max(np.abs(want[finite].astype(np.float64)))
+    return float(worst / largest) if largest > 0 else float(worst)
+
+
+def compare_floats(file: str, name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> Row:
+    """Within ``tolerance`` of the largest value, and infinities (masked scores) in the same places."""
+    if got.shape != want.shape:
+        return Row(file, name, None, None, "FAIL", f"found shape {got.shape}, allowed is {want.shape}")
+    error = relative_error(got, want)
+    if not np.array_equal(np.where(np.isfinite(got), 0, got), np.where(np.isfinite(want), 0, want)):
+        return Row(file, name, error, None, "FAIL", "infinite or NaN entries are in other places")
+    if error <= tolerance:
+        return Row(file, name, error, None, "pass")
+    return Row(file, name, error, None, "FAIL", f"error above {tolerance:g}")
+
+
+def compare_ids(file: str, name: str, got: np.ndarray, want: np.ndarray, as_sets: bool = False) -> Row:
+    """Equal ids; ``as_sets`` compares each row (last axis) without order, -1 standing for none."""
+    if as_sets and got.ndim == want.ndim and got.ndim:
+        width = max(got.shape[-1], want.shape[-1])
+        got, want = (
+            np.sort(np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, width - a.shape[-1])], constant_values=-1), axis=-1)
+            for a in (got, want)
+        )
+    if got.shape != want.shape:
+        return Row(file, name, None, None, "FAIL", f"found shape {got.shape}, allowed is {want.shape}")
+    equal = got == want
+    if equal.ndim > 1:
+        equal = equal.all(axis=-1)
+    agreement = f"{int(equal.sum())}/{equal.size}"
+    if equal.all():
+        return Row(file, name, None, agreement, "pass")
+    first = tuple(int(i) for i in np.argwhere(~np.atleast_1d(equal))[0])
+    return Row(file, name, None, agreement, "FAIL", f"first difference at {first}")
+
+
+def _signed_codes(x: np.ndarray, scales: np.ndarray, fmt: Format) -> np.ndarray:
+    """Codes of already quantised values under given group scales, in value order (zero has one code)."""
+    scaled = (x.reshape(*scales.shape, fmt.group) / scales[..., None]).astype(np.float32)
+    # A group whose largest element is the format's maximum has scale 1, so that nothing is scaled again.
+    full = np.full((*scales.shape, fmt.group), fmt.max, np.float32)
+    pair = np.stack([scaled, full], axis=-1).reshape(-1, 2)
+    row = np.zeros((pair.shape[0], fmt.group), np.float32)
+    row[:, :2] = pair
+    codes = np.asarray(quantize(jnp.asarray(row), fmt)[0])[:, 0].astype(np.int32)
+    sign = 8 if fmt.element == "e2m1" else 128
+    return np.where(codes >= sign, -(codes - sign), codes)
+
+
+def compare_codes(file: str, name: str, got: np.ndarray, want: np.ndarray, fmt: Format) -> Row:
+    """Dequantised values equal, except at most 1 element in 1,000, by one code of its group's scale."""
+    if got.shape != want.shape:
+        return Row(file, name, None, None, "FAIL", f"found shape {got.shape}, allowed is {want.shape}")
+    error = relative_error(got, want)
+    moved = got != want
+    agreement = f"{moved.size - int(moved.sum())}/{moved.size}"
+    if not moved.any():
+        return Row(file, name, error, agreement, "pass")
+    if not np.isfinite(got).all():
+        return Row(file, name, error, agreement, "FAIL", "infinite or NaN entries")
+    scales = [np.asarray(scale_values(quantize(jnp.asarray(a), fmt)[1], fmt)) for a in (got, want)]
+    shared = np.maximum(*scales)
+    steps = int(np.max(np.abs(_signed_codes(got, shared, fmt) - _signed_codes(want, shared, fmt))))
+    if moved.mean() <= MOVED_CODES and steps <= 1:
+        return Row(file, name, error, agreement, "pass")
+    reason = f"{int(moved.sum())} of {moved.size} codes moved by up to {steps}, allowed is 1 in 1000 by 1"
+    return Row(file, name, error, agreement, "FAIL", reason)
+
+
+def read_tensors(file: Path) -> Tensors:
+    """Every tensor of a file; `UserError` when it cannot be read."""
+    try:
+        opened = open_safetensors(file)
+        return {name: np.asarray(opened.array(name)) for name in opened.keys()}  # noqa: SIM118
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+
+
+def read_json(file: Path) -> Any:
+    """A JSON file; `UserError` when it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+
+
+def load_weights(folder: Path, config: ModelConfig) -> TextParams:
+    """Float32 weights from ``weights*.safetensors``, experts stacked; other tensors in the files are left alone."""
+    files = sorted(folder.glob("weights*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no weights*.safetensors")
+    tensors: Tensors = {}
+    for file in files:
+        tensors |= read_tensors(file)
+
+    def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in tensors:
+            raise UserError(f"{folder}: no weight {name!r}{nearest(name, tensors)}")
+        if tensors[name].shape != shape:
+            raise UserError(f"{folder}: {name} has shape {tensors[name].shape}, allowed is {shape}")
+        return tensors[name]
+
+    def leaf(spec: ParamSpec) -> jax.Array:
+        if "{expert}" not in spec.key:
+            return jnp.asarray(one(spec.key, spec.shape), spec.dtype)
+        stack = [one(spec.key.format(expert=e), spec.shape[1:]) for e in range(spec.shape[0])]
+        return jnp.asarray(np.stack(stack), spec.dtype)
+
+    return map_specs(leaf, text_specs(config))
+
+
+@partial(jax.jit, static_argnames=("config", "policy"))
+def _taps(params: TextParams, config: ModelConfig, policy: Policy, ids: jax.Array, token_map: jax.Array) -> Taps:
+    taps: Taps = {}
+    output = forward(params, config, policy, ids, jnp.ones_like(ids), token_map, taps)
+    return {**taps, "logits": output.logits}
+
+
+def _compare(file: str, name: str, got: np.ndarray, want: np.ndarray, config: ModelConfig, quantized: bool) -> Row:
+    """The comparison that a tensor's name asks for."""
+    got = got[: want.shape[0]] if got.ndim == want.ndim and got.ndim else got  # long files keep batch row 0 of some
+    match = _LAYER.fullmatch(name)
+    kind = match[2] if match else name
+    if kind == "indexer.candidates" and match and got.shape == want.shape:
+        ratio = layer_plans(config)[int(match[1])].ratio
+        seen = (np.arange(want.shape[1])[:, None] + 1) // ratio > np.arange(want.shape[2])[None]
+        return compare_ids(file, name, got & seen, want & seen)
+    if want.dtype.kind in "iub":
+        return compare_ids(file, name, got, want, as_sets=kind == "indexer.topk")
+    if quantized and kind in _FORMATS:
+        return compare_codes(file, name, got, want, _FORMATS[kind])
+    return compare_floats(file, name, got, want, QUANT_TOLERANCE if quantized else FP32_TOLERANCE)
+
+
+def _order(name: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _run_case(file: Path, config: ModelConfig, params: TextParams, token_map: jax.Array) -> Iterator[Row]:
+    want = read_tensors(file)
+    if "input_ids" not in want or want["input_ids"].ndim != 2:
+        raise UserError(f"{file}: holds no input_ids [batch, length]")
+    ids = want.pop("input_ids").astype(np.int32)
+    if ids.size and not (0 <= ids.min() and ids.max() < config.vocab_size):
+        raise UserError(f"{file}: input_ids go up to {ids.max()}, allowed are 0 to {config.vocab_size - 1}")
+    on = file.stem.startswith("quant")
+    policy = Policy(quantize_main_kv=on, quantize_index=on, quantize_window=on)
+    got = jax.device_get(_taps(params, config, policy, jnp.asarray(ids), token_map))
+    for name in sorted(want, key=_order):
+        if name in got:
+            yield _compare(file.name, name, np.asarray(got[name]), want[name], config, on)
+        else:
+            yield Row(file.name, name, None, None, "FAIL", "the model records no such value")
+
+
+def _model_rows(folder: Path, skip: Callable[[str], bool]) -> Iterator[Row]:
+    config = load_config(folder)
+    files = [f for f in folder.glob("*.safetensors") if not f.name.startswith("weights")]
+    cases = sorted((f for f in files if _END_TO_END.fullmatch(f.stem)), key=lambda f: _order(f.name))
+    others = sorted(f for f in files if f.name.startswith(tuple(_NOT_RUN)))
+    if not cases and not others:
+        raise UserError(f"{folder}: no case files; allowed are fp32_len*, quant_len*, decode_*, dspark_*, vision_*")
+    fragile = read_json(folder / FRAGILE) if (folder / FRAGILE).exists() else []
+    params = load_weights(folder, config)
+    token_map = jnp.asarray(_token_map(folder, config))
+    for file in cases:
+        if skip(file.stem):
+            yield Row(file.name, "*", None, None, "skipped", "left out by --skip")
+        elif file.stem in fragile:
+            yield Row(file.name, "*", None, None, "skipped", _FRAGILE_REASON)
+        else:
+            yield from _run_case(file, config, params, token_map)
+    for file in others:
+        reason = next(text for start, text in _NOT_RUN.items() if file.name.startswith(start))
+        yield Row(file.name, "*", None, None, "skipped", "left out by --skip" if skip(file.stem) else reason)
+
+
+def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:
+    file = folder / TOKEN_MAP
+    if not file.exists():
+        if config.engram_layer_ids:
+            raise UserError(f"{folder}: no {TOKEN_MAP}, which the Engram layers need")
+        return np.zeros(config.vocab_size, np.int32)
+    values = read_json(file)
+    if not isinstance(values, list) or len(values) != config.vocab_size or not all(type(v) is int for v in values):
+        raise UserError(f"{file}: allowed is a list of {config.vocab_size} whole numbers")
+    return np.asarray(values, np.int32)
+
+
+def _rows(path: Path, skip: Callable[[str], bool], deeper: bool = True) -> Iterator[Row]:
+    from dsv41.verify_units import UNITS, unit_rows
+
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder")
+    if (path / "config.json").exists():
+        yield from _model_rows(path, skip)
+        return
+    units = [name for name in UNITS if (path / name).exists()]
+    for name in units:
+        if skip(Path(name).stem):
+            yield Row(name, "*", None, None, "skipped", "left out by --skip")
+        else:
+            yield from unit_rows(path / name)
+    if units:
+        return
+    inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")) if deeper else []
+    if not inner:
+        raise UserError(f"{path}: no config.json with cases and no unit files; unit files are {', '.join(UNITS)}")
+    for folder in inner:
+        yield from _rows(folder, skip, deeper=False)
+
+
+def check(paths: list[Path], skip: list[str]) -> list[Row]:
+    """The rows of every folder. skip: names (or patterns) of files to leave out; one that fits no file is an error."""
+    used: set[str] = set()
+    seen: list[str] = []
+
+    def skipped(stem: str) -> bool:
+        seen.append(stem)
+        hits = [s for s in skip if fnmatchcase(stem, s.removesuffix(".safetensors").removesuffix(".json"))]
+        used.update(hits)
+        return bool(hits)
+
+    if not paths:
+        raise UserError("verify: no folder given")
+    rows = [row for path in paths for row in _rows(Path(path), skipped)]
+    for name in skip:
+        if name not in used:
+            raise UserError(f"skip: no case or unit file is named {name!r}{nearest(name, seen)}")
+    return rows
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    verdict = f"{row.verdict} ({row.reason})" if row.reason else row.verdict
+    return row.file, row.name, "-" if row.error is None else f"{row.error:.2e}", row.sets or "-", verdict
+
+
+def _print(rows: list[Row], closing: str) -> None:
+    if sys.stdout.isatty():
+        table = Table("file", "tensor", "error", "agreement", "verdict")
+        style = {"pass": None, "FAIL": "bold red", "skipped": "dim"}
+        for row in rows:
+            table.add_row(*_cells(row), style=style[row.verdict])
+        console = Console(markup=False, highlight=False)
+        console.print(table)
+        console.print(closing)
+        return
+    for row in rows:
+        print("  ".join(_cells(row)))
+    print(closing)
+
+
+def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
+    # JSON has no NaN.
+    plain = [{**asdict(r), "error": r.error if r.error is None or np.isfinite(r.error) else str(r.error)} for r in rows]
+    partial_file = file.with_name(file.name + ".partial")
+    try:
+        partial_file.write_text(json.dumps({"rows": plain, **counts}, indent=1) + "\n", encoding="utf-8")
+        partial_file.replace(file)
+    except OSError as error:
+        raise UserError(f"json: cannot write {str(file)!r}: {error}") from None
+
+
+def run(paths: list[Path], json_file: Path | None, skip: list[str]) -> int:
+    """Checks the folders and prints the rows; 1 when any fails, else 0. `UserError` for input that cannot be read."""
+    rows = check(paths, skip)
+    counts = {
+        "passed": sum(r.verdict == "pass" for r in rows),
+        "failed": sum(r.verdict == "FAIL" for r in rows),
+        "skipped": sum(r.verdict == "skipped" for r in rows),
+    }
+    if json_file is not None:
+        _write_json(Path(json_file), rows, counts)
+    _print(rows, ", ".join(f"{number} {word}" for word, number in counts.items()))
+    return 1 if counts["failed"] else 0
