@@ -1,5 +1,6 @@
 """One block: Engram, attention site, MoE site, each between an mHC collapse and an mHC update (architecture §10)."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,10 +73,8 @@ def _attention_site(
         record(taps, f"{name}.attn.latent", latent)
         positions = compress.group_positions(layout.positions, ratio)
         entries = compress.main_kv(latent, positions, config, policy, ratio, taps, f"{name}.attn")
-        keys = indexer.index_keys(
-            lax.stop_gradient(latent), positions, p.indexer, config, policy, ratio, taps, f"{name}.indexer"
-        )
-        shared = shared.replace(main_kv=entries, index_k=keys)
+        keys = indexer.index_keys(lax.stop_gradient(latent), positions, p.indexer, config, policy, ratio, taps, f"{name}.indexer")
+        shared = replace(shared, main_kv=entries, index_k=keys)
     if plan.selects:
         # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
         detached = lax.stop_gradient((x, latent_q))
@@ -86,17 +85,15 @@ def _attention_site(
         masked = jnp.where(causal_mask(first, count, scores.shape[-1]), lax.stop_gradient(scores), -jnp.inf)
         record(taps, f"{name}.indexer.scores", masked)
         if plan.pool == "publishes":
-            pool = indexer.candidate_mask(
-                masked, first, count, config.candidate_block_size, config.candidate_topk_blocks
-            )
+            pool = indexer.candidate_mask(masked, first, count, config.candidate_block_size, config.candidate_topk_blocks)
             record(taps, f"{name}.indexer.candidates", pool)
-            shared = shared.replace(pool=pool)
+            shared = replace(shared, pool=pool)
         if plan.pool == "consumes":
             masked = jnp.where(shared.pool, masked, -jnp.inf)
             record(taps, f"{name}.indexer.scores_masked", masked)
         ids = indexer.select(masked, config.index_topk)
         record(taps, f"{name}.indexer.topk", ids)
-        shared = shared.replace(ids=ids)
+        shared = replace(shared, ids=ids)
     q = attention.queries(latent_q, layout.positions, p, config, ratio)
     entries, ids = (shared.main_kv, shared.ids) if ratio else (None, None)
     out, mass = attention.attend(q, rows, entries, ids, p.sink, layout, config.sliding_window)

@@ -11,9 +11,7 @@ from dsv41.quant import MAIN_KV, fake_quant
 from dsv41.rope import layer_frequencies, rotate
 
 
-def latents(
-    x: Float[Array, "B T D"], params: CompressorParams, config: ModelConfig, ratio: int
-) -> Float[Array, "B S K"]:
+def latents(x: Float[Array, "B T D"], params: CompressorParams, config: ModelConfig, ratio: int) -> Float[Array, "B S K"]:
     """Pre-RoPE latents, ``S = T // ratio``: a channel-wise softmax over the group in float32, then RMSNorm.
 
     A trailing partial group makes nothing; groups that straddle documents or padding exist but are never visible.

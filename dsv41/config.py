@@ -215,6 +215,7 @@ def _from_dict(kind: Any, data: dict, where: str) -> Any:
     return kind(**{k: _coerce(f"{where}.{k}", known[k].type, v) for k, v in data.items()})
 
 
+_KINDS = {f.name: f.type for f in fields(ModelConfig)}
 _NAMES = {f.name for f in fields(ModelConfig)}
 _TOP_NAMES = {f.name for f in fields(ModelConfig) if "top" in f.metadata}
 _TEXT_NAMES = _NAMES - _TOP_NAMES
@@ -241,7 +242,8 @@ def from_released(data: Any) -> ModelConfig:
                 if value != fixed[name]:
                     raise ConfigError(f"{scope}{key}: found {value!r}, allowed is {fixed[name]!r}")
             elif name in names:
-                values[name] = value
+                # Lists become tuples here: the annotations say tuples, and are checked at run time under test.
+                values[name] = _coerce(f"{scope}{name}", _KINDS[name], value)
             else:
                 raise ConfigError(f"{scope}{key}: unknown field{nearest(key, names | set(fixed))}")
     if "vision_config" not in data:

@@ -6,12 +6,14 @@ give the same ids; `tests/test_hashing.py` holds them to the golden vectors.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+ArrayLike = jax.Array | np.ndarray
 MAX_PRIME = 2**31 - 1  # the modular reduction below keeps 2·remainder in uint32
 
 
@@ -79,7 +81,9 @@ def table_hashes(
     return tuple(result)
 
 
-def lookback(ids: Int[Array, "B T"], positions: Int[Array, "B T"], dead: Bool[Array, "B T"], n: int, pad: int):
+def lookback(
+    ids: Int[ArrayLike, "B T"], positions: Int[ArrayLike, "B T"], dead: Bool[ArrayLike, "B T"], n: int, pad: Any
+) -> Int[ArrayLike, "n B T"]:
     """Compressed ids at look-backs 0..n-1, ``[n, B, T]``: a blocked one turns itself and everything older into ``pad``.
 
     ids: compressed ids; positions: within the document (a look-back past position 0 is blocked, so packed documents and
@@ -101,7 +105,7 @@ def hash_rows_host(rows: Int[np.ndarray, "n B T"], table: TableHash) -> np.ndarr
     columns = []
     for k in range(1, len(table.multipliers)):
         state = state ^ (rows[k].astype(np.int64) * table.multipliers[k])
-        for head in range(table.heads):
+        for _ in range(table.heads):
             column = len(columns)
             columns.append(state % table.primes[column] + table.offsets[column])
     return np.stack(columns, axis=-1)
@@ -134,9 +138,9 @@ def _modulo(high: UInt32[Array, "*s"], low: UInt32[Array, "*s"], prime: int) -> 
     return remainder
 
 
-def hash_rows(rows: Int[Array, "n B T"], table: TableHash) -> Int[Array, "B T C"]:
+def hash_rows(rows: Int[ArrayLike, "n B T"], table: TableHash) -> Int[Array, "B T C"]:
     """Row ids ``int32 [B, T, C]`` inside jit, equal to `hash_rows_host` with x64 off."""
-    unsigned = rows.astype(jnp.uint32)
+    unsigned = jnp.asarray(rows).astype(jnp.uint32)
     high, low = _multiply(unsigned[0], table.multipliers[0])
     columns = []
     for k in range(1, len(table.multipliers)):

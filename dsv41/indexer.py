@@ -1,5 +1,7 @@
 """The indexer: keys, scores, the candidate pool and stable top-k, as pure functions (architecture §7)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +48,7 @@ def index_scores(
 ) -> Float32[Array, "B T S"]:
     """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked."""
     heads, width = config.index_n_heads, config.index_head_dim
-    q = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
+    q: Any = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
     q = rotate_heads(q, positions, layer_frequencies(config, ratio))
     record(taps, f"{name}.q_prequant", q)
     if policy.quantize_index:
@@ -54,9 +56,7 @@ def index_scores(
     record(taps, f"{name}.q", q)
     weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
     record(taps, f"{name}.weights", weights)
-    dots = jnp.einsum(
-        "bthk,bsk->bths", q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
+    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 

@@ -45,9 +45,7 @@ def coefficients(
     return jax.nn.sigmoid(m[..., :n]) + eps, 2 * jax.nn.sigmoid(m[..., n : 2 * n]), sinkhorn(comb, iters, eps)
 
 
-def head_coefficients(
-    streams: Float[Array, "*s N D"], hc: HyperConnection, eps: float, rms_eps: float
-) -> Float32[Array, "*s N"]:
+def head_coefficients(streams: Float[Array, "*s N D"], hc: HyperConnection, eps: float, rms_eps: float) -> Float32[Array, "*s N"]:
     """Final collapse weights of the unshifted V4 form, which has a predictor of its own for them."""
     m = _mixes(streams, hc, rms_eps)
     return jax.nn.sigmoid(m * _spread(hc.scale, m) + _spread(hc.base, m)) + eps

@@ -33,6 +33,7 @@ def route(
     if params.tid2eid is not None:
         chosen = params.tid2eid[jnp.clip(ids, 0, config.vocab_size - 1)]
     else:
+        assert params.bias is not None and params.bias_vl is not None
         bias = jnp.where(image[:, None], params.bias_vl[None], params.bias[None])
         chosen = lax.top_k(lax.stop_gradient(scores + bias), k)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -97,9 +98,7 @@ def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int
     return jnp.sum(hits.astype(jnp.float32), axis=(0, 1))
 
 
-def sequence_balance(
-    scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
-) -> Float32[Array, ""]:
+def sequence_balance(scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]) -> Float32[Array, ""]:
     """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2)."""
     experts, k = scores.shape[-1], ids.shape[-1]
     count = jnp.sum(live.astype(jnp.float32), axis=1)

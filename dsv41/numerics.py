@@ -47,9 +47,7 @@ def swiglu(gate: Float[Array, "*s f"], up: Float[Array, "*s f"], limit: float) -
     return jax.nn.silu(gate) * jnp.clip(up.astype(jnp.float32), -limit, limit)
 
 
-def sink_softmax(
-    scores: Float[Array, "*s H S"], mask: Bool[Array, "*s 1 S"], sink: Float[Array, " H"]
-) -> Float[Array, "*s H S"]:
+def sink_softmax(scores: Float[Array, "*s H S"], mask: Bool[Array, "*s 1 S"], sink: Float[Array, " H"]) -> Float[Array, "*s H S"]:
     """Softmax over the masked-in scores with ``exp(sink)`` in the denominator only (§4.5).
 
     A row with nothing masked in is all zeros, with finite gradients: masking comes before the exponential.

@@ -269,9 +269,7 @@ def _moe(config: ModelConfig, plan: LayerPlan, prefix: str) -> MoEParams:
         gate=ParamSpec((experts, d), ("experts", "embed"), f"{prefix}.gate.weight", "bf16", "muon"),
         bias=None if hashed else bias,
         bias_vl=None if hashed else bias_vl,
-        tid2eid=ParamSpec(
-            table, ("vocab", None), f"{prefix}.gate.tid2eid", "i64", "frozen", "balanced_experts", decay=False
-        )
+        tid2eid=ParamSpec(table, ("vocab", None), f"{prefix}.gate.tid2eid", "i64", "frozen", "balanced_experts", decay=False)
         if hashed
         else None,
         experts=_experts(experts, d, f, f"{prefix}.experts.{{expert}}"),

@@ -6,7 +6,7 @@ One `Format` a use; `fake_quant` is quantise-dequantise with a straight-through 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -144,18 +144,20 @@ def unpack(packed: UInt8[Array, "*s bytes"], scales: UInt8[Array, "*s groups"], 
     return dequantize(unpack_nibbles(packed) if fmt.element == "e2m1" else packed, scales, fmt)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def fake_quant(x: Float[Array, "*s n"], fmt: Format) -> Float[Array, "*s n"]:
-    """Quantise and dequantise in ``x``'s dtype; the gradient is the identity, saturated values included (§8, QAT backward).
+    """Quantise and dequantise in ``x``'s dtype; the gradient is the identity, saturated values included (§8, QAT backward)."""
+    return _straight_through(x, fmt)
 
-    A custom rule rather than ``x + stop_gradient(q - x)``: that sum does not land on ``q`` in floating point.
-    """
+
+# A rule of its own rather than ``x + stop_gradient(q - x)``: that sum does not land on ``q`` in floating point.
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _straight_through(x: jax.Array, fmt: Format) -> Any:
     return dequantize(*quantize(x, fmt), fmt).astype(x.dtype)
 
 
-@fake_quant.defjvp
-def _(fmt, primals, tangents):
-    return fake_quant(primals[0], fmt), tangents[0]
+@_straight_through.defjvp
+def _(fmt: Format, primals: tuple, tangents: tuple) -> tuple:
+    return _straight_through(primals[0], fmt), tangents[0]
 
 
 def _tiles(weight: Array, block: tuple[int, int]) -> Array:

@@ -1,4 +1,4 @@
-"""Engram's token folding map: ids whose texts differ only in case, accents, width or white space share a class (§11.1)."""
+"""Engram's token folding map: ids whose texts differ only in case, accents, width or space share a class (§11.1)."""
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers
@@ -26,8 +26,8 @@ _NORMALIZER = normalizers.Sequence(
 def fold_tokens(decoded: list[str], raw: list[str]) -> tuple[np.ndarray, int]:
     """The class of each id, ``int32 [V]`` numbered in first-seen order, and the number of classes.
 
-    decoded: each id's text, decoded alone; raw: its spelling in the vocabulary, which decides where the text is no whole
-    character. A text that normalises to nothing stays itself. Raises `UserError` for lists of unequal lengths.
+    decoded: each id's text, decoded alone; raw: its spelling in the vocabulary, which decides where the text is no
+    whole character. A text that normalises to nothing stays itself. Raises `UserError` for lists of unequal lengths.
     """
     if len(decoded) != len(raw):
         raise UserError(f"raw: found {len(raw)} tokens, allowed is {len(decoded)}, one for each decoded text")
@@ -40,7 +40,7 @@ def fold_tokens(decoded: list[str], raw: list[str]) -> tuple[np.ndarray, int]:
 
 
 def token_map(tokenizer: Tokenizer, expected: int | None = None) -> tuple[np.ndarray, int]:
-    """`fold_tokens` of every id of ``tokenizer``, added and special tokens among them: ``int32 [V]`` and the class count.
+    """`fold_tokens` of every id of ``tokenizer``, added and special tokens too: ``int32 [V]`` and the class count.
 
     V is the tokenizer's own size, which may be less than the model's ``vocab_size``. expected: the configuration's
     ``engram_compressed_vocab_size``, on which every multiplier and so every table row depends. Raises `UserError` when

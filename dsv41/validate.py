@@ -1,5 +1,6 @@
 """The constraints of architecture §1-§13 on a `ModelConfig`; each failure names its field, what was found and what is allowed."""
 
+from itertools import pairwise
 from typing import Any
 
 from dsv41.config import ConfigError, ModelConfig, VisionConfig
@@ -68,9 +69,7 @@ def _widths(c: ModelConfig) -> None:
     _multiple("index_head_dim", c.index_head_dim, INDEX_KEY.group, "the index key's quantisation groups, §8.3")
     _multiple("engram_head_dim", c.engram_head_dim, ACTIVATION.group, "the table rows' quantisation groups, §8.6")
     _multiple("hidden_size", c.hidden_size, EXPERT_WEIGHT.group, "the experts' quantisation groups, §8.5")
-    _multiple(
-        "moe_intermediate_size", c.moe_intermediate_size, EXPERT_WEIGHT.group, "the experts' quantisation groups, §8.5"
-    )
+    _multiple("moe_intermediate_size", c.moe_intermediate_size, EXPERT_WEIGHT.group, "the experts' quantisation groups, §8.5")
     _multiple("num_attention_heads", c.num_attention_heads, c.o_groups, "o_groups")
     _multiple("qk_rope_head_dim", c.qk_rope_head_dim, 2, "RoPE rotates pairs")
     narrowest = min(c.head_dim, c.index_head_dim)
@@ -92,7 +91,7 @@ def _rope(c: ModelConfig) -> None:
 
 
 def _increasing(name: str, values: tuple[int, ...], below: int) -> None:
-    ok = all(a < b for a, b in zip(values, values[1:], strict=False)) and all(0 <= v < below for v in values)
+    ok = all(a < b for a, b in pairwise(values)) and all(0 <= v < below for v in values)
     _need(ok, name, list(values), f"increasing layer numbers in 0..{below - 1}")
 
 

@@ -27,7 +27,7 @@ from dsv41.model import forward
 from dsv41.numerics import Policy, Taps
 from dsv41.params import ParamSpec, TextParams, map_specs, text_specs
 from dsv41.plan import layer_plans
-from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, quantize, scale_values
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, e2m1_codes, e4m3, quantize, scale_values
 
 Verdict = Literal["pass", "FAIL", "skipped"]
 Tensors = dict[str, np.ndarray]
@@ -102,19 +102,19 @@ def compare_ids(file: str, name: str, got: np.ndarray, want: np.ndarray, as_sets
 
 def _signed_codes(x: np.ndarray, scales: np.ndarray, fmt: Format) -> np.ndarray:
     """Codes of already quantised values under given group scales, in value order (zero has one code)."""
-    scaled = (x.reshape(*scales.shape, fmt.group) / scales[..., None]).astype(np.float32)
-    # A group whose largest element is the format's maximum has scale 1, so that nothing is scaled again.
-    full = np.full((*scales.shape, fmt.group), fmt.max, np.float32)
-    pair = np.stack([scaled, full], axis=-1).reshape(-1, 2)
-    row = np.zeros((pair.shape[0], fmt.group), np.float32)
-    row[:, :2] = pair
-    codes = np.asarray(quantize(jnp.asarray(row), fmt)[0])[:, 0].astype(np.int32)
-    sign = 8 if fmt.element == "e2m1" else 128
-    return np.where(codes >= sign, -(codes - sign), codes)
+    scaled = jnp.asarray((x.reshape(*scales.shape, fmt.group) / scales[..., None]).astype(np.float32))
+    if fmt.element == "e2m1":
+        codes, sign = np.asarray(e2m1_codes(scaled)).astype(np.int32), 8
+    else:
+        codes, sign = np.asarray(e4m3(scaled)).view(np.uint8).astype(np.int32), 128
+    return np.where(codes >= sign, sign - codes, codes)
 
 
 def compare_codes(file: str, name: str, got: np.ndarray, want: np.ndarray, fmt: Format) -> Row:
-    """Dequantised values equal, except at most 1 element in 1,000, by one code of its group's scale."""
+    """Dequantised values equal, except at most 1 element in 1,000, by one code of its group's scale.
+
+    A tensor of fewer than 1,000 elements may have one moved code too; a row that passes so says it.
+    """
     if got.shape != want.shape:
         return Row(file, name, None, None, "FAIL", f"found shape {got.shape}, allowed is {want.shape}")
     error = relative_error(got, want)
@@ -127,9 +127,10 @@ def compare_codes(file: str, name: str, got: np.ndarray, want: np.ndarray, fmt: 
     scales = [np.asarray(scale_values(quantize(jnp.asarray(a), fmt)[1], fmt)) for a in (got, want)]
     shared = np.maximum(*scales)
     steps = int(np.max(np.abs(_signed_codes(got, shared, fmt) - _signed_codes(want, shared, fmt))))
-    if moved.mean() <= MOVED_CODES and steps <= 1:
-        return Row(file, name, error, agreement, "pass")
-    reason = f"{int(moved.sum())} of {moved.size} codes moved by up to {steps}, allowed is 1 in 1000 by 1"
+    count, allowed = int(moved.sum()), max(1, int(moved.size * MOVED_CODES))
+    if count <= allowed and steps <= 1:
+        return Row(file, name, error, agreement, "pass", f"{count} of {moved.size} codes moved by one")
+    reason = f"{count} of {moved.size} codes moved by up to {steps}, allowed is {allowed} by 1"
     return Row(file, name, error, agreement, "FAIL", reason)
 
 
@@ -209,7 +210,7 @@ def _run_case(file: Path, config: ModelConfig, params: TextParams, token_map: ja
     if "input_ids" not in want or want["input_ids"].ndim != 2:
         raise UserError(f"{file}: holds no input_ids [batch, length]")
     ids = want.pop("input_ids").astype(np.int32)
-    if ids.size and not (0 <= ids.min() and ids.max() < config.vocab_size):
+    if ids.size and not (ids.min() >= 0 and ids.max() < config.vocab_size):
         raise UserError(f"{file}: input_ids go up to {ids.max()}, allowed are 0 to {config.vocab_size - 1}")
     on = file.stem.startswith("quant")
     policy = Policy(quantize_main_kv=on, quantize_index=on, quantize_window=on)

@@ -77,9 +77,7 @@ def pytest_runtestloop(session):
     for name in sorted(tests, key=_natural_order):
         for n, test in enumerate(sorted(tests[name])):
             write(f"{'' if n else name:6} {test}")
-    repeated = ", ".join(
-        f"{name} ({len(tests[name])})" for name in sorted(tests, key=_natural_order) if len(tests[name]) > 1
-    )
+    repeated = ", ".join(f"{name} ({len(tests[name])})" for name in sorted(tests, key=_natural_order) if len(tests[name]) > 1)
     write(f"pitfalls covered: {len(tests)}; by more than one test: {repeated or 'none'}")
     return True
 

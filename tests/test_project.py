@@ -39,11 +39,7 @@ def test_tracked_files_name_no_registry_and_no_home():
     hosts = "pypi org|pythonhosted org|npmjs org|npmjs com|crates io|golang org|debian org|anaconda org"
     home = r"(?<![\w.~-])/(?:home|Users|root)/(?!me\b)[\w.-]+"  # "me" is the one made-up user
     pattern = re.compile("|".join([hosts.replace(" ", r"\."), home, re.escape(f"{ROOT}/")]).encode())
-    found = {
-        str(path.relative_to(ROOT)): match[0]
-        for path in tracked_files()
-        if (match := pattern.search(path.read_bytes()))
-    }
+    found = {str(path.relative_to(ROOT)): match[0] for path in tracked_files() if (match := pattern.search(path.read_bytes()))}
     assert found == {}
 
 

@@ -80,9 +80,7 @@ def _user_files(entry: str) -> Iterator[tuple[str, str, Path]]:
         yield path.name, path.name, path
     else:
         near = nearest(entry, [STDLIB, *_siblings(path)])
-        raise UserError(
-            f"data: found no file or folder {entry!r}, allowed are {STDLIB!r}, text files and folders{near}"
-        )
+        raise UserError(f"data: found no file or folder {entry!r}, allowed are {STDLIB!r}, text files and folders{near}")
 
 
 def _siblings(path: Path) -> list[str]:
@@ -148,9 +146,7 @@ def text_bytes(documents: Iterable[Document]) -> int:
     return sum(len(document.text.encode()) for document in documents)
 
 
-def split_corpus(
-    documents: Sequence[Document], heldout_fraction: float = 0.04
-) -> tuple[list[Document], list[Document]]:
+def split_corpus(documents: Sequence[Document], heldout_fraction: float = 0.04) -> tuple[list[Document], list[Document]]:
     """``(train, heldout)``, both non-empty, the same on every machine; held-out is about the fraction of the bytes.
 
     Whole groups are held out, in the order of the SHA-256 of their names, leaving out those that overshoot the rest of

@@ -68,7 +68,9 @@ class TrainData:
 
     def batch(self, step: int) -> Batch:
         """The batch of ``step`` (from 0), as numpy arrays."""
-        return self._batches[step]
+        batch = self._batches[step]
+        assert batch is not None  # only filtered data sets have holes
+        return batch
 
     def iterator(self, start_step: int = 0) -> Iterator[Batch]:
         """``batch(start_step)``, ``batch(start_step + 1)``... without end, made ahead in a background thread."""

@@ -26,9 +26,7 @@ from train.tokenizer import (
 )
 
 ROOT = Path(__file__).parents[2]
-SOURCE = (
-    "def add(first, second):\n        return first + second  # 1234\n\n\nclass Ünïcode:\n        value = 'ß'\n" * 40
-)
+SOURCE = "def add(first, second):\n        return first + second  # 1234\n\n\nclass Ünïcode:\n        value = 'ß'\n" * 40
 TOKENIZER = train_tokenizer([SOURCE], 400)
 DOCUMENTS = [Document("a", "a", SOURCE), Document("b", "b", "x = [1, 2]\n")]
 

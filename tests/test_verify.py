@@ -1,0 +1,155 @@
+"""`dsv41.verify` on the golden files: passes as they are, names what was changed, refuses what it cannot read."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dsv41.errors import UserError
+from dsv41.quant import INDEX_KEY, WINDOW_KV
+from dsv41.verify import compare_codes, compare_floats, compare_ids, run
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it():
+    """Run-time annotation checks off: a config.json reaches `ModelConfig` as plain lists and objects."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the model folder with the float32 case only."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "model_a", folder, ignore=shutil.ignore_patterns("quant_*"))
+    return folder
+
+
+def _change(file: Path, name: str, change: Callable[[np.ndarray], None]) -> None:
+    tensors = {key: value.copy() for key, value in load_file(file).items()}
+    change(tensors[name])
+    save_file(tensors, file)
+
+
+def _failed(folder: Path) -> tuple[int, list[str]]:
+    report = folder.parent / "report.json"
+    code = run([folder], report, [])
+    return code, [r["name"] for r in json.loads(report.read_text())["rows"] if r["verdict"] == "FAIL"]
+
+
+@pytest.mark.slow
+def test_golden_files_pass(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert run([GOLDEN], report, []) == 0
+    lines = capsys.readouterr().out.splitlines()
+    data = json.loads(report.read_text())
+    assert lines[-1] == f"{data['passed']} passed, 0 failed, 0 skipped"
+    assert len(lines) == len(data["rows"]) + 1 == data["passed"] + 1 > 500
+    assert {r["file"] for r in data["rows"]} >= {"fp32_len7.safetensors", "quant_len7.safetensors", "rope.safetensors"}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_changes_are_found_and_named(model):
+    def more(a: np.ndarray) -> None:
+        a[0, 3, 5] += 1e-2
+
+    def other_expert(a: np.ndarray) -> None:
+        a[1, 2, 0] = (a[1, 2, 0] + 1) % 8
+
+    def heavier(a: np.ndarray) -> None:
+        a[0, 0] += 0.1
+
+    case = model / "fp32_len7.safetensors"
+    _change(case, "logits", more)
+    _change(case, "layers.3.ffn.expert_ids", other_expert)
+    assert _failed(model) == (1, ["layers.3.ffn.expert_ids", "logits"])
+    shutil.copy(GOLDEN / "model_a" / case.name, case)
+    _change(model / "weights-1-of-2.safetensors", "layers.0.attn.wo_b.weight", heavier)
+    code, names = _failed(model)
+    assert code == 1
+    assert "layers.0.attn.out" in names
+    assert "layers.0.attn.core" not in names
+
+
+def test_changed_unit_is_named(tmp_path):
+    def move(a: np.ndarray) -> None:
+        a[0, 1] += 1
+
+    unit = tmp_path / "unit"
+    unit.mkdir()
+    shutil.copy(GOLDEN / "unit" / "router.safetensors", unit)
+    assert _failed(unit) == (0, [])
+    _change(unit / "router.safetensors", "r1.ids_vl", move)
+    assert _failed(unit) == (1, ["r1.ids_vl"])
+
+
+@pytest.mark.parametrize("name", ["fp32_len7.safetensors", "weights-2-of-2.safetensors"])
+def test_truncated_file_is_refused(model, name):
+    data = (model / name).read_bytes()
+    (model / name).write_bytes(data[:-100])
+    if not name.startswith("weights"):
+        from dsv41.verify import read_tensors
+
+        with pytest.raises(UserError, match=name):
+            read_tensors(model / name)
+        return
+    with pytest.raises(UserError, match=name):
+        run([model], None, [])
+
+
+def test_folders_without_cases_config_or_weights_are_refused(model, tmp_path):
+    for path in (tmp_path / "nothing", model / "config.json"):
+        with pytest.raises(UserError, match="no such folder"):
+            run([path], None, [])
+    for file in model.glob("weights*"):
+        file.unlink()
+    with pytest.raises(UserError, match="weights"):
+        run([model], None, [])
+    (model / "fp32_len7.safetensors").unlink()
+    with pytest.raises(UserError, match="no case files"):
+        run([model], None, [])
+    (model / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        run([model], None, [])
+
+
+def test_skipped_files_are_listed_and_unknown_ones_refused(model, capsys):
+    assert run([model], None, ["fp32_len7"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 0 failed, 1 skipped"
+    with pytest.raises(UserError, match="did you mean 'fp32_len7'"):
+        run([model], None, ["fp32_len*", "fp32_len8"])
+
+
+def test_comparisons():
+    want = np.array([[1.0, -np.inf, 0.5]], np.float32)
+    assert compare_floats("f", "n", want + np.float32(1e-5), want, 2e-5).verdict == "pass"
+    assert compare_floats("f", "n", want + np.float32(1e-4), want, 2e-5).verdict == "FAIL"
+    assert compare_floats("f", "n", np.where(np.isinf(want), -1e30, want), want, 2e-5).verdict == "FAIL"
+    assert compare_floats("f", "n", np.full_like(want, np.nan), want, 2e-5).verdict == "FAIL"
+    ids = np.array([[0, 3, -1], [1, 2, 4]])
+    swapped = ids[:, ::-1]
+    assert compare_ids("f", "n", swapped, ids).verdict == "FAIL"
+    assert compare_ids("f", "n", swapped, ids, as_sets=True).sets == "2/2"
+
+
+@pytest.mark.parametrize("fmt", [WINDOW_KV, INDEX_KEY])
+def test_codes_may_move_by_one_in_a_thousand(fmt):
+    codes = np.tile(np.array([fmt.max, 1.0, 0.5, 0.0], np.float32), (2, 500))[:, : 30 * fmt.group]
+    one, two = codes.copy(), codes.copy()
+    one[0, 1] = 1.125 if fmt.element == "e4m3" else 1.5
+    two[0, 1] = 2.0
+    assert compare_codes("f", "n", codes, codes, fmt).verdict == "pass"
+    assert compare_codes("f", "n", one, codes, fmt).sets == f"{codes.size - 1}/{codes.size}"
+    assert compare_codes("f", "n", one, codes, fmt).verdict == "pass"
+    assert compare_codes("f", "n", two, codes, fmt).verdict == "FAIL"
+    one[:, 1] = one[0, 1]
+    assert compare_codes("f", "n", one, codes, fmt).verdict == "FAIL"
