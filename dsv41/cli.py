@@ -1,0 +1,272 @@
+"""The command line `dsv41`: plan, train, generate, verify, demo.
+
+Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dsv41.errors import UserError
+
+_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Show what each layer does, how many parameters it has and what it adds to the cache."""
+
+    preset: str | None = None
+    """A named configuration: flash (default) or toy."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    json: bool = False
+    """Print the table as JSON."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model, or go on with the run in --out."""
+
+    out: Path = Path("runs/train")
+    """The run's folder: config, tokenizer, metrics, checkpoints, loss curve."""
+    preset: str = "toy"
+    """A named configuration."""
+    config: Path | None = None
+    """A config.json in place of a preset."""
+    data: tuple[str, ...] = ("stdlib",)
+    """Text files, folders, or stdlib: the standard library's source."""
+    steps: int = 1000
+    """Steps in all; 0 for as many as --max-seconds allow."""
+    batch_size: int = 8
+    """Rows a step."""
+    length: int = 256
+    """Tokens a row."""
+    lr: float = 5e-3
+    """Peak learning rate."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = 2
+    """Newest checkpoints to keep."""
+    max_seconds: float | None = None
+    """Stop after so many seconds, with a checkpoint."""
+    evaluate: bool = True
+    """Score the held-out text before and after."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue prompts with a trained model."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The folder of a run."""
+    prompt: tuple[str, ...] = ("import ",)
+    """One or more texts to continue."""
+    max_tokens: int = 64
+    """New tokens at most."""
+    temperature: float = 0.0
+    """0 for the likeliest token, else how freely to draw."""
+    seed: int = 0
+    """Seed of the draws."""
+    length: int = 256
+    """Tokens of the buffer that holds prompt and continuation."""
+    json: bool = False
+    """Print a JSON object a line."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check a released checkpoint's folders against this implementation."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders or files to check."""
+    json: Path | None = None
+    """Also write the results to this file."""
+    skip: tuple[str, ...] = ()
+    """Checks to leave out."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train the toy model on the standard library, restore it in a new process and let it write code."""
+
+    seconds: float = 200.0
+    """Time for training."""
+    out: Path = Path("runs/demo")
+    """Folder of the run and of report.md."""
+
+
+def _plan(args: Plan) -> int:
+    from dsv41.config import load_config, preset
+    from dsv41.params import count_parameters, text_specs
+    from dsv41.plan import plan_table
+
+    if args.preset is not None and args.config is not None:
+        raise UserError("config: found both config and preset, allowed is one of them")
+    config = load_config(args.config) if args.config else preset(args.preset or "flash")
+    specs = text_specs(config)
+    layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
+    table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))
+    if args.json:
+        print(json.dumps(table, indent=1))
+        return 0
+    columns = (
+        "layer",
+        "half",
+        "ratio",
+        "mode",
+        "kv",
+        "index",
+        "pool",
+        "engram",
+        "routing",
+        "bytes/token",
+        "parameters",
+    )
+    rows = [
+        [
+            str(row["layer"]),
+            row["half"],
+            str(row["ratio"]),
+            row["mode"],
+            *("-" if row[k] is None else str(row[k]) for k in ("kv_source", "index_source", "pool", "engram")),
+            row["routing"],
+            f"{row['cache_bytes_per_token']:g}",
+            f"{row['parameters']:,}",
+        ]
+        for row in table["layers"]
+    ]
+    totals = table["totals"]
+    modes = ", ".join(f"{totals[mode]} {mode}" for mode in ("swa", "full", "reindex", "reuse"))
+    last = (
+        f"{totals['layers']} layers ({modes}, {totals['engram']} engram), {totals['parameters']:,} parameters,"
+        f" {totals['cache_bytes_per_token']:g} cache bytes per token, {totals['cache_bytes_window']:,} in windows"
+    )
+    if not sys.stdout.isatty():
+        for row in rows:
+            print(" ".join(f"{name}={value}" for name, value in zip(columns, row, strict=True)))
+        print(last)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(*columns, box=None, header_style="bold")
+    for row in rows:
+        view.add_row(*row)
+    Console().print(view)
+    print(last)
+    return 0
+
+
+def _train(args: Train) -> int:
+    _use_compilation_cache()
+    from train.loop import TrainOptions, train
+
+    result = train(TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+    if result.resumed_from:
+        print(f"resumed from step {result.resumed_from}")
+    print(
+        f"step {result.steps}, loss {result.loss:.4f}, {result.tokens_per_second:.0f} tokens/s,"
+        f" compiled in {result.compile_seconds:.1f} s"
+    )
+    if result.bits_per_byte is not None:
+        print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
+    print(f"run: {args.out}")
+    return 0
+
+
+def _generate(args: Generate) -> int:
+    _use_compilation_cache()
+    from infer.generate import Generator, load_model
+
+    generator = Generator(load_model(args.run), args.length)
+    for prompt in args.prompt:
+        found = generator.continue_text(prompt, args.max_tokens, args.temperature, args.seed)
+        if args.json:
+            print(json.dumps({"prompt": prompt, "text": found.text, "ids": found.ids, "finish": found.finish}))
+        else:
+            print(prompt + found.text)
+    return 0
+
+
+def _verify(args: Verify) -> int:
+    from dsv41.verify import run
+
+    return run(list(args.paths), args.json, list(args.skip))
+
+
+def _demo(args: Demo) -> int:
+    _use_compilation_cache()
+    from train.demo import demo
+
+    return demo(args.seconds, args.out)
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, where the user named no folder for them."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        import jax
+
+        from train.tokenizer import cache_root
+
+        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "jax"))
+
+
+_COMMANDS = {
+    "plan": (Plan, _plan),
+    "train": (Train, _train),
+    "generate": (Generate, _generate),
+    "verify": (Verify, _verify),
+    "demo": (Demo, _demo),
+}
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parses and runs a command; the exit code."""
+    try:
+        args = tyro.extras.subcommand_cli_from_dict(
+            {name: kind for name, (kind, _) in _COMMANDS.items()},
+            prog="dsv41",
+            description="DeepSeek-V4.1-Flash in JAX.",
+            args=argv,
+        )
+        code = next(command for kind, command in _COMMANDS.values() if type(args) is kind)(args)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        # The reader (head, a pager) has seen enough; what is left to flush has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in _SYSTEM_ERRORS:
+            raise
+        return _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+    except KeyboardInterrupt:
+        print("dsv41: interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"dsv41: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The command line: one line and exit code 2 for bad input, no traceback, and a plan that reads the same everywhere."""
+
+import dataclasses
+import errno
+import json
+
+import pytest
+
+from dsv41 import cli
+from train.loop import TrainOptions
+
+
+def _error(capsys, *argv: str) -> str:
+    assert cli.run(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dsv41: error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_bad_input_is_one_line(capsys, tmp_path):
+    assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
+    assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
+    assert "both" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
+    assert "no checkpoint" in _error(capsys, "generate", str(tmp_path))
+    assert "steps" in _error(capsys, "train", "--steps", "-1", "--out", str(tmp_path / "run"))
+    assert "max_seconds" in _error(capsys, "train", "--steps", "0", "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    assert "data" in _error(capsys, "train", "--data", str(tmp_path / "gone"), "--out", str(tmp_path / "run"))
+
+
+def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("train.loop.prepare", lambda *a: pytest.fail("read the data first"))
+    assert "out: cannot write" in _error(capsys, "train", "--out", str(tmp_path / "file" / "run"))
+
+
+def test_unknown_command_and_option_end_with_2(capsys):
+    for argv in (["plam"], ["plan", "--presett", "toy"]):
+        with pytest.raises(SystemExit) as found:
+            cli.run(argv)
+        assert found.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "f"), 2, "dsv41: error: No space left on device: f\n"),
+        (KeyboardInterrupt(), 130, "dsv41: interrupted\n"),
+    ],
+)
+def test_system_errors(capsys, monkeypatch, error, code, message):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(cli._COMMANDS, "plan", (cli.Plan, fail))
+    assert cli.run(["plan"]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_plan(capsys):
+    assert cli.run(["plan", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert len(table["layers"]) == 40
+    assert table["totals"]["cache_bytes_per_token"] == 890
+    assert cli.run(["plan", "--preset", "toy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[1].startswith("layer=1 half=encoder ratio=2 mode=full ")
+
+
+def test_train_arguments_are_the_options_of_the_loop():
+    defaults = lambda kind: {f.name: f.default for f in dataclasses.fields(kind)}  # noqa: E731
+    assert defaults(cli.Train) == defaults(TrainOptions)

@@ -1,0 +1,166 @@
+"""Runs: resume gives the same numbers, the folder's files, what stops a resume, steps that are not finite."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.config import PRESETS, RopeScaling, preset
+from dsv41.config import replace as configure
+from dsv41.errors import UserError
+from dsv41.hashing import table_primes
+from dsv41.numerics import Policy
+from infer.generate import Generator, load_model
+from train import loop
+from train.data import to_batch
+from train.loop import TrainOptions, fit_vocabulary, train
+from train.losses import cross_entropy, total_loss
+from train.packing import Packed
+from train.step import init_state, make_train_step
+from train.tokenizer import train_tokenizer
+
+TEXT = "\n".join(f"def f{n}(a, b):\n    return a * {n} + b\n" for n in range(60))
+
+
+def _tiny():
+    """Four layers with every role but the pool."""
+    primes = table_primes(1, 3, 2, 64)
+    return configure(
+        preset("toy"),
+        vocab_size=300,
+        engram_compressed_vocab_size=300,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        head_dim=32,
+        q_lora_rank=32,
+        o_lora_rank=32,
+        rope_scaling=RopeScaling(original_max_position_embeddings=64),
+        n_routed_experts=4,
+        sliding_window=16,
+        compress_ratios=(0, 2, 1, 1),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        index_n_heads=2,
+        index_topk=8,
+        candidate_source_layer_id=2,
+        candidate_topk_blocks=2,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=tuple(sum(p) for p in primes),
+        engram_max_ngram_size=3,
+        engram_vocab_size=64,
+        dspark_target_layer_ids=(1, 2, 3),
+    )
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    base = tmp_path_factory.mktemp("loop")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("DSV41_CACHE", str(base / "cache"))
+    (base / "data").mkdir()
+    for name in ("a.py", "b.py", "c.py"):
+        (base / "data" / name).write_text(TEXT.replace("f", name[0]))
+    patch.setitem(PRESETS, "tiny", _tiny)
+    yield TrainOptions(
+        out=base / "whole",
+        preset="tiny",
+        data=(str(base / "data"),),
+        steps=10,
+        batch_size=2,
+        length=64,
+        checkpoint_every=5,
+    )
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def whole(options):
+    return train(options)
+
+
+def _records(run):
+    return [
+        {k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_run_learns_and_leaves_its_files(options, whole):
+    records = _records(options.out)
+    assert [r["step"] for r in records] == list(range(1, 11))
+    assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in records)
+    assert records[-1]["ce"] < records[0]["ce"]
+    assert whole.bits_per_byte < whole.first_bits_per_byte
+    for name in ("config.json", "tokenizer.json", "run.json", "loss.png"):
+        assert (options.out / name).stat().st_size
+
+
+def test_resume_gives_the_same_bits(options, whole, monkeypatch):
+    part = replace(options, out=options.out.with_name("part"), evaluate=False)
+
+    # Ends the first part by its seconds once five steps are logged.
+    def clock():
+        log = part.out / "metrics.jsonl"
+        return 1e9 if log.exists() and len(_records(part.out)) >= 5 else 0.0
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=clock))
+    first = train(replace(part, max_seconds=1e6))
+    monkeypatch.undo()
+    assert first.steps == 5
+    with open(part.out / "metrics.jsonl", "a") as log:
+        log.write('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')  # as after a crash past the checkpoint
+    second = train(part)
+    assert (second.resumed_from, second.steps) == (5, 10)
+    assert _records(part.out) == _records(options.out)
+    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(second.state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"steps": 11}, {"preset": "toy"}])
+def test_resume_with_other_options_is_an_error(options, whole, change):
+    with pytest.raises(UserError, match="config" if "preset" in change else next(iter(change))):
+        train(replace(options, **change))
+
+
+def test_generation(options, whole, monkeypatch):
+    monkeypatch.setattr("infer.generate.load_config", lambda run: whole.config)
+    model = load_model(options.out)
+    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(model.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    generator = Generator(model, 64)
+    found = generator.continue_text("def ", 6)
+    assert found == generator.continue_text("def ", 6)
+    drawn = generator.continue_text("def ", 6, temperature=1.0, seed=3)
+    assert drawn == generator.continue_text("def ", 6, temperature=1.0, seed=3)
+    for ids, message in (([], "nothing"), ([5] * 63, "at most 62"), ([10**6], "token id"), ([-1], "token id")):
+        with pytest.raises(UserError, match=message):
+            generator.continue_ids(ids, 4)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    config, fold = fit_vocabulary(_tiny(), train_tokenizer([TEXT], 300))
+    state = init_state(config, 0)
+    state = state.replace(params=state.params.replace(norm=state.params.norm.at[0].set(jnp.nan)))
+    before = jax.tree.map(np.asarray, state)
+    ids = np.full((2, 64), 5, np.int32)
+
+    batch = to_batch(Packed(ids, np.ones_like(ids)))
+    after, metrics = make_train_step(config, Policy(), fold)(state, batch, jnp.float32(1e-3))
+    assert int(metrics["skipped"]) == 1
+    assert int(after.step) == 1
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after.replace(step=before.step)), strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
+
+
+def test_losses():
+    logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [jnp.nan] * 3]], jnp.float32))
+    targets, weights = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([[1.0, 3.0, 0.0]], jnp.float32)
+    ce = cross_entropy(logits, targets, weights)
+    np.testing.assert_allclose(ce, -(math.log(0.5) + 3 * math.log(0.8)) / 4, rtol=1e-6)
+    np.testing.assert_allclose(total_loss(ce, jnp.float32(2), jnp.float32(0.5)), float(ce) + 2e-4 + 0.5, rtol=1e-6)

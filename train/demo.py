@@ -1,0 +1,110 @@
+"""`dsv41 demo`: trains the toy model for a while, restores it in a new process, lets it write code, reports."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dsv41.config import preset
+from dsv41.errors import UserError
+from dsv41.params import spec_leaves, text_specs
+from dsv41.plan import cache_bytes_per_token
+from train.corpus import Document
+from train.loop import TrainOptions, TrainResult, make_writable, train
+from train.ngram import bits_per_byte
+
+_PROMPTS = 3
+_PROMPT_LINES = 6
+_NEW_TOKENS = 96
+
+
+def _prompts(documents: list[Document]) -> list[str]:
+    """The lines before and at the first function of held-out files, of different groups where there are enough."""
+    found: dict[str, str] = {}
+    spare: list[str] = []
+    for document in documents:
+        lines = document.text.splitlines()
+        for n, line in enumerate(lines):
+            if line.lstrip().startswith("def ") and line.endswith(":") and n + 1 >= _PROMPT_LINES:
+                prompt = "\n".join(lines[n + 1 - _PROMPT_LINES : n + 1]) + "\n"
+                # A prompt that starts with "-" would read as an option.
+                if len(prompt) < 400 and prompt.strip() and not prompt.startswith("-"):
+                    if document.group in found:
+                        spare.append(prompt)
+                    else:
+                        found[document.group] = prompt
+                    break
+    prompts = [*found.values(), *spare][:_PROMPTS]
+    return prompts or ["import os\n\n\ndef ", "class ", "for "]
+
+
+def _generate(run: Path, prompts: list[str]) -> list[dict]:
+    """Continuations by a new process, which sees nothing but the run's folder."""
+    command = [sys.executable, "-m", "dsv41.cli", "generate", str(run), "--json", "--max-tokens", str(_NEW_TOKENS)]
+    command += ["--temperature", "0.5", "--prompt", *prompts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise UserError(f"demo: generate ended with exit code {done.returncode}: {last[0]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _report(result: TrainResult, baseline: float, texts: list[dict], seconds: float) -> str:
+    families: dict[str, int] = {}
+    for spec in spec_leaves(text_specs(result.config)):
+        families[spec.family] = families.get(spec.family, 0) + spec.size
+    first = result.first_bits_per_byte
+    lines = [
+        "# dsv41 demo",
+        "",
+        f"The toy preset, trained on the standard library's source within {seconds:g} s ({result.steps} steps), then",
+        "restored in a new process.",
+        "",
+        "![loss](loss.png)",
+        "",
+        f"held-out bits per byte: {result.bits_per_byte:.4f}",
+        f"order-2 byte model: {baseline:.4f}",
+        f"held-out bits per byte at step 0: {'not measured (resumed)' if first is None else f'{first:.4f}'}",
+        f"last training loss: {result.loss:.4f} nats per token",
+        f"tokens/s: {result.tokens_per_second:.0f}",
+        f"compile time: {result.compile_seconds:.1f} s",
+        f"parameters: {sum(families.values()):,}",
+        *(f"- {family}: {count:,}" for family, count in sorted(families.items())),
+        "",
+        f"cache bytes per token of flash: {cache_bytes_per_token(preset('flash')):g}",
+        f"cache bytes per token of toy: {cache_bytes_per_token(result.config):g}",
+        "",
+        "## Generated text",
+        "",
+        "Prompts are from held-out files; temperature 0.5.",
+    ]
+    for n, text in enumerate(texts, 1):
+        fence = "`" * 8
+        lines += ["", f"### {n}. prompt", "", fence, text["prompt"].rstrip("\n"), fence, "", "continuation", ""]
+        lines += [fence, text["text"].rstrip("\n"), fence]
+    # Two spaces: line breaks that Markdown keeps.
+    return "\n".join(line + "  " if ": " in line and not line.startswith(("#", "-")) else line for line in lines) + "\n"
+
+
+def demo(seconds: float, out: Path) -> int:
+    """Runs the demo and writes ``out/report.md``; 0, or a `UserError`. A folder with an older demo is begun again."""
+    if not seconds > 0:
+        raise UserError(f"seconds: found {seconds}, allowed is a number above 0")
+    make_writable(out)
+    # Made whole by this function alone; anything else in the folder stays.
+    run = out / "run"
+    if (run / "run.json").exists():
+        shutil.rmtree(run)
+    result = train(TrainOptions(out=run, steps=0, max_seconds=seconds, checkpoint_every=10**9, keep=1))
+    shutil.copyfile(run / "loss.png", out / "loss.png")
+    baseline = bits_per_byte(result.prepared.train_documents, result.prepared.heldout_documents)
+    texts = _generate(run, _prompts(result.prepared.heldout_documents))
+    report = out / "report.md"
+    report.write_text(_report(result, baseline, texts, seconds), encoding="utf-8")
+    print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
+    print(f"order-2 byte model: {baseline:.4f}")
+    for text in texts:
+        print(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}")
+    print(f"report: {report}")
+    return 0

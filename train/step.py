@@ -1,0 +1,106 @@
+"""One training step and one scoring step, compiled: forward, backward, optimizer, router biases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from dsv41.config import ModelConfig
+from dsv41.model import forward
+from dsv41.numerics import Policy
+from dsv41.params import TextParams, init_params, text_specs
+from train.data import Batch
+from train.losses import cross_entropy, total_loss, weighted_nll
+
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
+EvalStep = Callable[[TextParams, Batch], tuple[jax.Array, jax.Array]]
+
+
+@struct.dataclass
+class TrainState:
+    """All that a resume needs; ``step`` counts batches consumed, int32."""
+
+    params: TextParams
+    opt_state: Any
+    step: jax.Array
+
+
+def _optimizer(config: ModelConfig, rate: Any) -> optax.GradientTransformation:
+    from train.optim import make_optimizer
+
+    return make_optimizer(text_specs(config), lambda _: rate)
+
+
+def init_state(config: ModelConfig, seed: int) -> TrainState:
+    """The state before the first step."""
+    params = init_params(config, jax.random.key(seed))
+    return TrainState(params, _optimizer(config, jnp.float32(0)).init(params), jnp.zeros((), jnp.int32))
+
+
+def _balance_routers(params: TextParams, load: jax.Array) -> TextParams:
+    """Moves each layer's text correction biases by the sign rule on its load; the image biases stay (§9)."""
+    from train.optim import update_biases
+
+    layers = tuple(
+        layer if layer.ffn.bias is None else layer.replace(ffn=layer.ffn.replace(bias=update_biases(layer.ffn.bias, n)))
+        for layer, n in zip(params.layers, load, strict=True)
+    )
+    return params.replace(layers=layers)
+
+
+def make_train_step(config: ModelConfig, policy: Policy, token_map: Any) -> TrainStep:
+    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+
+    rate: float32 learning rate of this step. A step whose loss or gradient is not finite changes nothing but the step
+    number: parameters, optimizer state and router biases stay, and ``skipped`` is 1.
+    """
+    fold = jnp.asarray(token_map, jnp.int32)
+
+    def loss_fn(params: TextParams, batch: Batch) -> tuple[jax.Array, Any]:
+        out = forward(params, config, policy, batch.ids, batch.segments, fold)
+        ce = cross_entropy(out.logits, batch.targets, batch.weights)
+        return total_loss(ce, out.balance, out.index_kl), (ce, out.balance, out.index_kl, out.load)
+
+    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
+        (loss, (ce, balance, index_kl, load)), grads = grad(state.params, batch)
+        # Tables of ids have no gradient.
+        grads = jax.tree.map(lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, grads, state.params)
+        norm = optax.tree.norm([g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)])
+        updates, opt_state = _optimizer(config, rate).update(grads, state.opt_state, state.params)
+        params = _balance_routers(optax.apply_updates(state.params, updates), load)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        metrics = {
+            "loss": loss,
+            "ce": ce,
+            "balance": balance,
+            "index_kl": index_kl,
+            "grad_norm": norm,
+            "lr": rate,
+            "max_load": jnp.max(load / jnp.maximum(jnp.mean(load, axis=-1, keepdims=True), 1e-9)),
+            "skipped": 1 - finite.astype(jnp.int32),
+        }
+        return TrainState(params, opt_state, state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(config: ModelConfig, policy: Policy, token_map: Any) -> EvalStep:
+    """``step(params, batch) -> (sum of weighted nats, sum of weights)``, jitted."""
+    fold = jnp.asarray(token_map, jnp.int32)
+
+    def step(params: TextParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        out = forward(params, config, policy, batch.ids, batch.segments, fold)
+        return weighted_nll(out.logits, batch.targets, batch.weights)
+
+    return jax.jit(step)
+
+
+__all__ = ["EvalStep", "Metrics", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]
