@@ -31,7 +31,9 @@ class ByteModel:
         self._one = np.bincount(one[before[1:] >= 1], minlength=BYTES**2).reshape(BYTES, BYTES)
         two = one[:-1] * BYTES + data[2:]
         self._two = np.bincount(two[before[2:] >= 2], minlength=BYTES**3).reshape(BYTES**2, BYTES)
-        self._p_zero = _interpolate(self._zero, self._zero.sum(), (self._zero > 0).sum(), np.full(BYTES, 1 / BYTES))
+        self._p_zero = _interpolate(
+            self._zero, np.asarray(self._zero.sum()), np.asarray((self._zero > 0).sum()), np.full(BYTES, 1 / BYTES)
+        )
         self._totals = [counts.sum(-1) for counts in (self._one, self._two)]
         self._distinct = [np.count_nonzero(counts, -1) for counts in (self._one, self._two)]
 
