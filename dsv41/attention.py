@@ -1,7 +1,8 @@
 """Attention: low-rank query, one shared K=V latent, one softmax over window and selected entries (architecture §4).
 
-Each query's selected entries are gathered, so that its cost does not grow with the context and whatever stands in the
-other entries is never touched. (Scoring all entries under a mask took twice as long on CPU, at 256 tokens already.)
+Two forms of the same sum over the selected entries: gathered, whose cost does not grow with the context and which never
+touches the other entries; and masked, which scores every entry of a short row (the gradient of a gather is a scatter,
+2.5 times slower on CPU at 256 tokens).
 """
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
+from dsv41.indexer import ids_to_mask
 from dsv41.layout import Layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm, sink_softmax
 from dsv41.params import AttentionParams
@@ -47,6 +49,18 @@ def _dot(equation: str, a: Array, b: Array) -> Float32[Array, "*s"]:
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _scores(q: Array, rows: Array) -> Array:
+    """``[..., T, H, K]`` against ``[..., S, K]`` -> ``[..., T, H, S]``: heads share the rows, so that T and H are one axis."""
+    flat = q.reshape(*q.shape[:-3], -1, q.shape[-1])
+    return _dot("...qk,...sk->...qs", flat, rows).reshape(*q.shape[:-1], rows.shape[-2])
+
+
+def _mix(probs: Array, rows: Array) -> Array:
+    """``[..., T, H, S]`` times ``[..., S, K]`` -> ``[..., T, H, K]``."""
+    flat = probs.astype(rows.dtype).reshape(*probs.shape[:-3], -1, probs.shape[-1])
+    return _dot("...qs,...sk->...qk", flat, rows).reshape(*probs.shape[:-1], rows.shape[-1])
+
+
 def _pairs_of_blocks(rows: Array, window: int) -> Array:
     """``[B, n*W, ...]`` -> ``[B, n, 2W, ...]``: each block behind its predecessor (zeros before the first)."""
     blocks = rows.reshape(rows.shape[0], -1, window, *rows.shape[2:])
@@ -69,7 +83,7 @@ def _window_scores(
     key_at = _pairs_of_blocks(index, window)[:, :, None]
     key_of = _pairs_of_blocks(segments, window)[:, :, None]
     mask = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
-    return _dot("bnwhk,bnsk->bnwhs", queries, keys), mask[:, :, :, None], keys
+    return _scores(queries, keys), mask[:, :, :, None], keys
 
 
 def attend(
@@ -80,10 +94,11 @@ def attend(
     sink: Float[Array, " H"],
     layout: Layout,
     window: int,
+    gather: bool | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T k"] | None]:
     """Outputs before the inverse RoPE, and each selected entry's probability summed over heads (§4.5).
 
-    ids: -1 padded entry numbers, each visible to its query.
+    ids: -1 padded entry numbers, each visible to its query. gather: which form; by shape if None.
     """
     batch, time, heads, width = q.shape
     scale = width**-0.5
@@ -95,16 +110,26 @@ def attend(
     if entries is None or ids is None or ids.shape[-1] == 0:
         probs, selected, mass = sink_softmax(local * scale, local_mask, sink), None, None
     else:
-        valid = ids >= 0
-        rows = jax.vmap(lambda e, i: e[i])(entries, jnp.maximum(ids, 0))
-        rows = jnp.where(valid[..., None], rows, jnp.zeros((), rows.dtype))
-        both = jnp.concatenate([local, _dot("bthk,btsk->bths", q, rows)], axis=-1) * scale
+        gather = entries.shape[1] > 8 * ids.shape[-1] if gather is None else gather
+        valid = ids >= 0 if gather else ids_to_mask(ids, entries.shape[1])
+        if gather:
+            rows = jax.vmap(lambda e, i: e[i])(entries, jnp.maximum(ids, 0))
+            rows = jnp.where(valid[..., None], rows, jnp.zeros((), rows.dtype))
+            far = _scores(q[:, :, None], rows)[:, :, 0]
+        else:
+            # An entry that no query selected may hold anything; zero times NaN would not be zero.
+            rows = jnp.where(jnp.any(valid, axis=1)[..., None], entries, jnp.zeros((), entries.dtype))
+            far = _scores(q, rows)
+        both = jnp.concatenate([local, far], axis=-1) * scale
         probs = sink_softmax(both, jnp.concatenate([local_mask, valid[:, :, None]], axis=-1), sink)
-        selected = _dot("bths,btsk->bthk", probs[..., span:].astype(rows.dtype), rows)
-        mass = jnp.sum(lax.stop_gradient(probs[..., span:]), axis=2)
+        far_probs = probs[..., span:]
+        selected = _mix(far_probs[:, :, None], rows)[:, :, 0] if gather else _mix(far_probs, rows)
+        mass = jnp.sum(lax.stop_gradient(far_probs), axis=2)
+        if not gather:
+            mass = jnp.where(ids >= 0, jnp.take_along_axis(mass, jnp.maximum(ids, 0), axis=-1), 0.0)
     near = jnp.pad(probs[..., :span], ((0, 0), (0, blocks[1] * window - time), (0, 0), (0, 0)))
-    near = near.reshape(*blocks, heads, span).astype(keys.dtype)
-    out = flat(_dot("bnwhs,bnsk->bnwhk", near, keys))
+    near = near.reshape(*blocks, heads, span)
+    out = flat(_mix(near, keys))
     return (out if selected is None else out + selected).astype(q.dtype), mass
 
 

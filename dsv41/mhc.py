@@ -13,14 +13,18 @@ def sinkhorn(logits: Float32[Array, "*s N N"], iters: int, eps: float) -> Float3
     """Row softmax + eps, one column step, then ``iters - 1`` times (row, column); eps in every divisor; ends on columns."""
 
     def columns(m: jax.Array) -> jax.Array:
-        return m / (jnp.sum(m, axis=-2, keepdims=True) + eps)
+        return m / (jnp.sum(m, axis=0, keepdims=True) + eps)
 
     def step(m: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return columns(m / (jnp.sum(m, axis=-1, keepdims=True) + eps)), None
+        return columns(m / (jnp.sum(m, axis=1, keepdims=True) + eps)), None
 
+    # Tokens run along the last axis: sums over a trailing axis of 4 vectorise badly (4 to 10 times slower on CPU).
     # A scan, not an unrolled loop: two sites a layer would dominate compile time.
-    start = columns(jax.nn.softmax(logits, axis=-1) + eps)
-    return lax.scan(step, start, None, length=iters - 1)[0]
+    n = logits.shape[-1]
+    matrices = jnp.moveaxis(logits.reshape(-1, n, n), 0, -1)
+    start = columns(jax.nn.softmax(matrices, axis=1) + eps)
+    balanced = lax.scan(step, start, None, length=iters - 1)[0]
+    return jnp.moveaxis(balanced, -1, 0).reshape(logits.shape)
 
 
 def _mixes(streams: Float[Array, "*s N D"], hc: HyperConnection, rms_eps: float) -> Float32[Array, "*s M"]:
@@ -63,8 +67,5 @@ def expand(
     comb: Float32[Array, "*s N N"],
 ) -> Float[Array, "*s N D"]:
     """``new_k = post_k y + sum_j comb[j, k] stream_j``: the sum runs over the first index, the source stream."""
-    x = streams.astype(jnp.float32)
-    n = streams.shape[-2]
-    # Written out per source: an N x N product a token is elementwise work, not a matrix product worth dispatching.
-    mixed = sum(comb[..., j, :, None] * x[..., j, None, :] for j in range(n))
+    mixed = jnp.einsum("...jk,...jd->...kd", comb, streams.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return (post[..., None] * y.astype(jnp.float32)[..., None, :] + mixed).astype(streams.dtype)
