@@ -46,11 +46,11 @@ class Train:
     """Text files, folders, or stdlib: the standard library's source."""
     steps: int = 1000
     """Steps in all; 0 for as many as --max-seconds allow."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Rows a step."""
     length: int = 256
     """Tokens a row."""
-    lr: float = 5e-3
+    lr: float = 1.5e-2
     """Peak learning rate."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
@@ -68,11 +68,11 @@ class Train:
 class Generate:
     """Continue prompts with a trained model."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run."""
+    checkpoint: Path
+    """The folder of a run that `dsv41 train` wrote."""
     prompt: tuple[str, ...] = ("import ",)
     """One or more texts to continue."""
-    max_tokens: int = 64
+    max_new_tokens: int = 64
     """New tokens at most."""
     temperature: float = 0.0
     """0 for the likeliest token, else how freely to draw."""
@@ -189,9 +189,9 @@ def _generate(args: Generate) -> int:
     _use_compilation_cache()
     from infer.generate import Generator, load_model
 
-    generator = Generator(load_model(args.run), args.length)
+    generator = Generator(load_model(args.checkpoint), args.length)
     for prompt in args.prompt:
-        found = generator.continue_text(prompt, args.max_tokens, args.temperature, args.seed)
+        found = generator.continue_text(prompt, args.max_new_tokens, args.temperature, args.seed)
         if args.json:
             print(json.dumps({"prompt": prompt, "text": found.text, "ids": found.ids, "finish": found.finish}))
         else:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv41 import mhc
 from dsv41.block import Shared, Tokens, block, first_mix
@@ -36,6 +36,29 @@ def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, An
     return take(ids), take(segments), take(image), back
 
 
+def make_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: ModelConfig) -> Tokens:
+    """The batch as the layers see it: ids, layout and Engram rows."""
+    layout = make_layout(segments, image)
+    return Tokens(ids, layout, engram_rows(ids, layout, token_map, config))
+
+
+def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
+    """Embedding rows copied to every residual stream (§3)."""
+    rows = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
+    return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
+
+
+def unembed(
+    params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
+) -> Float[Array, "B T V"]:
+    """Final collapse with the last FFN site's input mix (the V4 form has a predictor of its own), norm, float32 head (§3)."""
+    if params.hc_head is not None:
+        pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
+    hidden = mhc.collapse(pre, streams)
+    record(taps, "final_hidden", hidden)
+    return linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
+
+
 def forward(
     params: TextParams,
     config: ModelConfig,
@@ -55,10 +78,8 @@ def forward(
     segments = jnp.ones_like(ids) if segments is None else segments
     image = jnp.zeros(ids.shape, bool) if image is None else image
     ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
-    layout = make_layout(segments, image)
-    tokens = Tokens(ids, layout, engram_rows(ids, layout, token_map, config))
-    embedded = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
-    streams = jnp.broadcast_to(embedded[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
+    tokens = make_tokens(ids, segments, image, token_map, config)
+    streams = embed(params, ids, config, policy)
     record(taps, "embed_streams", streams)
     pre = first_mix(ids, config)
     shared = Shared()
@@ -68,14 +89,9 @@ def forward(
         streams, pre, shared = out.streams, out.pre, out.shared
         loads.append(out.load)
         balance, kl = balance + out.balance, kl + out.index_kl
-    if params.hc_head is not None:
-        pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
-    hidden = mhc.collapse(pre, streams)
-    record(taps, "final_hidden", hidden)
     if taps is not None and config.num_nextn_predict_layers:
         means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
         record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
-    logits = linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
-    logits = jnp.take_along_axis(logits, back[..., None], axis=1)
+    logits = jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1)
     record(taps, "logits", logits)
     return Output(logits, jnp.stack(loads), balance, kl)

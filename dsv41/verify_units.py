@@ -68,7 +68,7 @@ def _quant_codecs(file: str, t: Tensors) -> Iterator[Row]:
         if fmt.element == "e2m1":
             want = t[f"{key}.codes"]
             yield _exact(file, f"{key}.codes", _unsigned_zero(got, 8), _unsigned_zero(want, 8))
-            packed = np.asarray(unpack_nibbles(pack_nibbles(codes))), np.asarray(unpack_nibbles(t[f"{key}.packed"]))
+            packed = np.asarray(unpack_nibbles(pack_nibbles(codes))), np.asarray(unpack_nibbles(jnp.asarray(t[f"{key}.packed"])))
             yield _exact(file, f"{key}.packed", *(_unsigned_zero(p, 8) for p in packed))
         else:
             yield _exact(file, f"{key}.bytes", _unsigned_zero(got, 128), _unsigned_zero(t[f"{key}.bytes"], 128))

@@ -46,13 +46,13 @@ def load_model(run: Path) -> Model:
     checkpoint_folder = run / "checkpoints"
     latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
     if latest is None:
-        raise UserError(f"run: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train wrote")
+        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train wrote")
     config = load_config(run)
     file = run / "tokenizer.json"
     try:
         tokenizer = tokenizer_from_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"run: cannot read {str(file)!r} ({error.strerror})") from error
+        raise UserError(f"checkpoint: cannot read {str(file)!r} ({error.strerror})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     params = _restore(checkpoint_folder, latest, config)
     return Model(params, config, tokenizer, fold, latest)
@@ -97,11 +97,11 @@ class Generator:
             if not 0 <= n < vocab:
                 raise UserError(f"prompt: found token id {n}, allowed is 0 to {vocab - 1}")
 
-    def continue_ids(self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
-        """Continues ``ids`` (without BOS) by at most ``max_tokens``; greedy at temperature 0."""
+    def continue_ids(self, ids: list[int], max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
+        """Continues ``ids`` (without BOS) by at most ``max_new_tokens``; greedy at temperature 0."""
         self.check_ids(ids)
-        if max_tokens < 1:
-            raise UserError(f"max_tokens: found {max_tokens}, allowed is 1 or more; nearest is 1")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: found {max_new_tokens}, allowed is 1 or more; nearest is 1")
         if not 0 <= temperature < float("inf"):
             raise UserError(f"temperature: found {temperature}, allowed is a finite number from 0; nearest is 0")
         if not 0 <= seed < 2**32:
@@ -111,7 +111,7 @@ class Generator:
         count, key = len(ids) + 1, jax.random.key(seed)
         new: list[int] = []
         finish: Literal["eos", "max_tokens", "length"] = "max_tokens"
-        while len(new) < max_tokens:
+        while len(new) < max_new_tokens:
             if count == self.length:
                 finish = "length"
                 break
@@ -124,7 +124,7 @@ class Generator:
             count += 1
         return Generation(new, self.model.tokenizer.decode(new), finish)
 
-    def continue_text(self, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
+    def continue_text(self, prompt: str, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
         """Continues a text."""
         ids = self.model.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return self.continue_ids(ids, max_tokens, temperature, seed)
+        return self.continue_ids(ids, max_new_tokens, temperature, seed)

@@ -85,7 +85,3 @@ def pytest_runtestloop(session):
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
     """A sort key that puts B2 before B10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.findall(r"\d+|\D+", name)]
-
-
-# They wait for train/checkpoint.py, train/optim/schedule.py and make_optimizer.
-collect_ignore = ["test_cli.py", "train/test_loop.py"]

@@ -24,7 +24,7 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
     assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
     assert "both" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
-    assert "no checkpoint" in _error(capsys, "generate", str(tmp_path))
+    assert "no checkpoint" in _error(capsys, "generate", "--checkpoint", str(tmp_path))
     assert "steps" in _error(capsys, "train", "--steps", "-1", "--out", str(tmp_path / "run"))
     assert "max_seconds" in _error(capsys, "train", "--steps", "0", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

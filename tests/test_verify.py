@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,14 +14,6 @@ from dsv41.quant import INDEX_KEY, WINDOW_KV
 from dsv41.verify import compare_codes, compare_floats, compare_ids, run
 
 GOLDEN = Path(__file__).parent / "golden"
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it():
-    """Run-time annotation checks off: a config.json reaches `ModelConfig` as plain lists and objects."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

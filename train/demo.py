@@ -41,7 +41,17 @@ def _prompts(documents: list[Document]) -> list[str]:
 
 def _generate(run: Path, prompts: list[str]) -> list[dict]:
     """Continuations by a new process, which sees nothing but the run's folder."""
-    command = [sys.executable, "-m", "dsv41.cli", "generate", str(run), "--json", "--max-tokens", str(_NEW_TOKENS)]
+    command = [
+        sys.executable,
+        "-m",
+        "dsv41.cli",
+        "generate",
+        "--checkpoint",
+        str(run),
+        "--json",
+        "--max-new-tokens",
+        str(_NEW_TOKENS),
+    ]
     command += ["--temperature", "0.5", "--prompt", *prompts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -51,9 +51,9 @@ class TrainOptions:
     config: Path | None = None
     data: tuple[str, ...] = (STDLIB,)
     steps: int = 1000
-    batch_size: int = 8
+    batch_size: int = 4
     length: int = 256
-    lr: float = 5e-3
+    lr: float = 1.5e-2
     seed: int = 0
     checkpoint_every: int = 500
     keep: int = 2
@@ -121,7 +121,6 @@ def _identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) ->
         "length": options.length,
         "lr": options.lr,
         "seed": options.seed,
-        "steps": options.steps,
     }
 
 
@@ -276,9 +275,8 @@ def train(options: TrainOptions) -> TrainResult:
             raise UserError(f"out: {str(out)!r} holds checkpoints but no {run_file.name}, allowed is a new folder") from None
         _check_same(run, identity, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-        restored = checkpoints.restore(latest, abstract)
-        state = restored[0] if isinstance(restored, tuple) else restored
-        resumed, total = int(state.step), int(run.get("total", total))
+        state, _ = checkpoints.restore(latest, abstract)
+        resumed, total = int(state.step), total or int(run.get("total", 0))
     else:
         save_config(config, out / "config.json")
         _write(out / "tokenizer.json", prepared.tokenizer.to_str())
@@ -340,14 +338,12 @@ def train(options: TrainOptions) -> TrainResult:
                     total = done + max(int(left / (timed / done)), 1)
                     schedule = warmup_hold_cosine(total, options.lr)
                     _write(out / "run.json", json.dumps({**identity, "total": total}) + "\n")
-            report.step(done, total or done, loss, tokens / (time.monotonic() - started))
+            report.step(done, total or done, loss, tokens / max(time.monotonic() - started, 1e-9))
             if done % options.checkpoint_every == 0:
                 save()
         speed = tokens / max(time.monotonic() - started, 1e-9)
         save()
         interrupted = stop.is_set()
-    if hasattr(checkpoints, "close"):
-        checkpoints.close()  # pyright: ignore
     if records:
         plot_losses(records, out / "loss.png")
     if interrupted:

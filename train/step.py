@@ -1,6 +1,7 @@
 """One training step and one scoring step, compiled: forward, backward, optimizer, router biases."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from dsv41.numerics import Policy
 from dsv41.params import TextParams, init_params, text_specs
 from train.data import Batch
 from train.losses import cross_entropy, total_loss, weighted_nll
+from train.optim import clip, make_optimizer, update_biases
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
@@ -30,8 +32,6 @@ class TrainState:
 
 
 def _optimizer(config: ModelConfig, rate: Any) -> optax.GradientTransformation:
-    from train.optim import make_optimizer
-
     return make_optimizer(text_specs(config), lambda _: rate)
 
 
@@ -43,13 +43,16 @@ def init_state(config: ModelConfig, seed: int) -> TrainState:
 
 def _balance_routers(params: TextParams, load: jax.Array) -> TextParams:
     """Moves each layer's text correction biases by the sign rule on its load; the image biases stay (§9)."""
-    from train.optim import update_biases
-
     layers = tuple(
-        layer if layer.ffn.bias is None else layer.replace(ffn=layer.ffn.replace(bias=update_biases(layer.ffn.bias, n)))
+        layer if layer.ffn.bias is None else replace(layer, ffn=replace(layer.ffn, bias=update_biases(layer.ffn.bias, n)))
         for layer, n in zip(params.layers, load, strict=True)
     )
-    return params.replace(layers=layers)
+    return replace(params, layers=layers)
+
+
+def _floats(gradient: jax.Array) -> jax.Array | None:
+    """None in place of the gradients of id tables."""
+    return gradient if jnp.issubdtype(gradient.dtype, jnp.floating) else None
 
 
 def make_train_step(config: ModelConfig, policy: Policy, token_map: Any) -> TrainStep:
@@ -68,12 +71,11 @@ def make_train_step(config: ModelConfig, policy: Policy, token_map: Any) -> Trai
     def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
         grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
         (loss, (ce, balance, index_kl, load)), grads = grad(state.params, batch)
-        # Tables of ids have no gradient.
-        grads = jax.tree.map(lambda g, p: jnp.zeros_like(p) if g.dtype == jax.dtypes.float0 else g, grads, state.params)
-        norm = optax.tree.norm([g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)])
+        grads, norm = clip(text_specs(config), grads)
         updates, opt_state = _optimizer(config, rate).update(grads, state.opt_state, state.params)
         params = _balance_routers(optax.apply_updates(state.params, updates), load)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
+        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(jax.tree.map(_floats, grads)))
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )

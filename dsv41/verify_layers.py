@@ -1,0 +1,51 @@
+"""A fragile case layer by layer: each layer runs from its recorded inputs, so that a moved code cannot reach the next."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.block import Shared, block, first_mix
+from dsv41.config import ModelConfig
+from dsv41.model import embed, make_tokens, unembed
+from dsv41.numerics import Policy, Taps, record
+from dsv41.params import TextParams
+from dsv41.plan import LayerPlan, layer_plans
+
+
+def _shared(want: dict[str, jax.Array], plan: LayerPlan) -> Shared:
+    """What earlier layers published, as recorded; the layer itself replaces what it owns."""
+    if plan.ratio == 0:
+        return Shared()
+    name = "layers.{}.{}".format
+    return Shared(
+        main_kv=want[name(plan.kv_source, "attn.main_kv")],
+        index_k=want[name(plan.kv_source, "indexer.k")],
+        ids=want[name(plan.index_source, "indexer.topk")],
+        pool=want[name(plan.kv_source, "indexer.candidates")] if plan.pool == "consumes" else None,
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "policy"))
+def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str, jax.Array], token_map: jax.Array) -> Taps:
+    taps: Taps = {}
+    ids = want["input_ids"]
+    tokens = make_tokens(ids, jnp.ones_like(ids), None, token_map, config)
+    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
+        block(streams, pre, layer, plan, _shared(want, plan), tokens, config, policy, taps)
+        streams, pre = want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"]
+    means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
+    record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
+    record(taps, "logits", unembed(params, streams, pre, config, taps))
+    return taps
+
+
+def layer_taps(
+    params: TextParams, config: ModelConfig, policy: Policy, want: dict[str, np.ndarray], token_map: jax.Array
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(got, want) of batch row 0, the one whose residual streams long files keep."""
+    first = {name: value[:1] for name, value in want.items()}
+    got = _run(params, config, policy, {name: jnp.asarray(value) for name, value in first.items()}, token_map)
+    return jax.device_get(got), first

@@ -1,0 +1,255 @@
+"""Checkpoints: a folder a step, whole or absent whatever interrupts the writing, and checked when read.
+
+Orbax writes and reads the arrays. Around that: a folder takes its final name in one rename, and ``checkpoint.json`` in
+it holds the caller's facts, the name, shape and dtype of every array, and a checksum of every file. Orbax's storage
+detects a cut file but hands out the numbers of one whose bytes changed.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from dsv41.errors import UserError
+
+_MANIFEST = "checkpoint.json"
+_PARAMS, _REST = "params", "rest"
+_STEP = re.compile(r"0|[1-9][0-9]*")
+# Of a save cut short (Orbax adds a suffix of its own while it writes), and of a removal cut short.
+_PARTIAL, _REMOVED = ".partial", ".removed"
+_LEFTOVER = re.compile(rf"[0-9]+(\{_PARTIAL}|\{_REMOVED})(\..*)?")
+_TENSORSTORE_ERRNO = re.compile(r"os_error_code='(\d+)'")
+_CHUNK = 1 << 24
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax logs the tracebacks of its threads besides raising what they raised."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _reason(error: BaseException) -> str:
+    """Why, in a few words: the operating system's where there are any."""
+    for link in _chain(error):
+        found = _TENSORSTORE_ERRNO.search(str(link))
+        number = link.errno if isinstance(link, OSError) else int(found[1]) if found else None
+        if number is not None:
+            return os.strerror(number)
+    last = list(_chain(error))[-1]
+    return f"{type(last).__name__}: {' '.join(str(last).split())[:160]}"
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """The leaves by their dotted paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(flat) != len(leaves):
+        raise ValueError("two leaves of the state have one path")
+    return flat
+
+
+def _split(state: Any) -> dict[str, dict[str, Any]]:
+    """The parameters apart, so that they can be read alone."""
+    return {_PARAMS: _flat(state.params), _REST: _flat(dataclasses.replace(state, params=None))}
+
+
+def _described(flat: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()}
+
+
+def _checksum(file: Path) -> list[int]:
+    """Size and CRC-32."""
+    size = crc = 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Checkpoints:
+    """The checkpoints in ``directory``, one folder for each step; the newest ``keep`` stay.
+
+    A state is a dataclass that is a pytree of `jax.Array`, none of them empty, with its parameters in the field
+    ``params``. One process writes at a time; others may read meanwhile.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2):
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps of the finished checkpoints, ascending; none where there is no folder."""
+        try:
+            names = [entry.name for entry in os.scandir(self._directory) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"checkpoints: cannot read {str(self._directory)!r} ({_reason(error)})") from error
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+    def latest(self) -> int | None:
+        """The newest step, None where there is no checkpoint."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Writes ``state`` and the JSON object ``meta``, then removes all but the newest ``keep`` checkpoints.
+
+        Until the new checkpoint is complete the others are untouched, and a failure leaves them so. A step that is
+        there already is replaced. Raises `UserError` where the folder cannot be written or the disk is full.
+        """
+        items = _split(state)
+        partial = self._directory / f"{step}{_PARTIAL}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._clean()
+            with _quiet():
+                ocp.save_checkpointables(partial, items)
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            manifest = {
+                "meta": meta,
+                "arrays": {name: _described(flat) for name, flat in items.items()},
+                "files": {path.relative_to(partial).as_posix(): _checksum(path) for path in files},
+            }
+            (partial / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+            _sync(partial / _MANIFEST)
+            self._retire(step)
+            partial.rename(self._directory / str(step))
+            _sync(self._directory)
+            for old in self.steps()[: -self._keep]:
+                self._retire(old)
+            self._clean()
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            self._clean()
+            raise UserError(f"checkpoints: cannot write step {step} to {str(self._directory)!r} ({_reason(error)})") from error
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The state saved at ``step``, bit for bit, and its ``meta``.
+
+        ``abstract_state`` is the state as `jax.ShapeDtypeStruct` leaves, on whose shardings (default: the first device)
+        the arrays come. Raises `UserError` for a checkpoint that is missing, damaged, or of another shape.
+        """
+        abstract = _split(abstract_state)
+        manifest = self._manifest(step)
+        loaded = self._load(step, manifest, abstract)
+        params = jax.tree.unflatten(jax.tree.structure(abstract_state.params), loaded[_PARAMS].values())
+        rest = dataclasses.replace(abstract_state, params=None)
+        rest = jax.tree.unflatten(jax.tree.structure(rest), loaded[_REST].values())
+        return dataclasses.replace(rest, params=params), manifest["meta"]
+
+    def restore_params(self, step: int, abstract_params: Any) -> Any:
+        """The parameters saved at ``step`` alone; the rest as in `restore`."""
+        loaded = self._load(step, self._manifest(step), {_PARAMS: _flat(abstract_params)})
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), loaded[_PARAMS].values())
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given as ``meta``."""
+        return self._manifest(step)["meta"]
+
+    def _where(self, step: int) -> str:
+        return f"checkpoint {str(self._directory / str(step))!r}"
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        steps = self.steps()
+        if step not in steps:
+            found = f"found steps {', '.join(map(str, steps))}" if steps else "found none"
+            raise UserError(f"checkpoints: no step {step} in {str(self._directory)!r}, {found}")
+        try:
+            manifest = json.loads((self._directory / str(step) / _MANIFEST).read_text(encoding="utf-8"))
+            if not all(isinstance(manifest[part], dict) for part in ("meta", "arrays", "files")):
+                raise TypeError("not an object")
+        except OSError as error:
+            raise UserError(f"{self._where(step)}: cannot read {_MANIFEST} ({_reason(error)})") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{self._where(step)}: {_MANIFEST} is damaged") from error
+        return manifest
+
+    def _load(self, step: int, manifest: dict[str, Any], abstract: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for item, flat in abstract.items():
+            self._check_arrays(step, manifest["arrays"].get(item, {}), _described(flat))
+        self._check_files(step, manifest["files"], abstract)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or device),
+            abstract,
+        )
+        loaded: dict[str, Any] = {}
+        try:
+            with _quiet():
+                # One at a time: where one fails, Orbax leaves the coroutines of those beside it without an end.
+                for item, flat in target.items():
+                    loaded |= ocp.load_checkpointables(self._directory / str(step), {item: flat})
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            raise UserError(f"{self._where(step)}: cannot read the arrays ({_reason(error)})") from error
+        # In the order of the target's leaves, which is not that of the stored names.
+        return {item: {name: loaded[item][name] for name in flat} for item, flat in abstract.items()}
+
+    def _check_arrays(self, step: int, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Orbax would cast an array of another dtype without a word."""
+        wrong = [
+            f"{name} is {_say(stored.get(name))}, the model's is {_say(wanted.get(name))}"
+            for name in sorted({*stored, *wanted})
+            if stored.get(name) != wanted.get(name)
+        ]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more arrays differ)" if len(wrong) > 1 else ""
+            raise UserError(f"{self._where(step)} is of another model: {wrong[0]}{more}")
+
+    def _check_files(self, step: int, files: dict[str, Any], items: dict[str, Any]) -> None:
+        unread = {_PARAMS, _REST} - set(items)
+        for name, checksum in files.items():
+            if name.partition("/")[0] in unread:
+                continue
+            try:
+                found = _checksum(self._directory / str(step) / name)
+            except OSError as error:
+                raise UserError(f"{self._where(step)} is damaged: cannot read {name} ({_reason(error)})") from error
+            if found != checksum:
+                cut = f"{found[0]} bytes where {checksum[0]}" if found[0] != checksum[0] else "not the bytes that"
+                raise UserError(f"{self._where(step)} is damaged: {name} holds {cut} were written")
+
+    def _retire(self, step: int) -> None:
+        """Takes a checkpoint out of sight in one move; removing its files takes many."""
+        folder = self._directory / str(step)
+        if folder.exists():
+            folder.rename(self._directory / f"{step}{_REMOVED}")
+
+    def _clean(self) -> None:
+        """Removes what saves and removals that were cut short left behind."""
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self._directory)):
+                if _LEFTOVER.fullmatch(entry.name):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _say(described: list[Any] | None) -> str:
+    return "absent" if described is None else f"{described[1]}{described[0]}"

@@ -1,0 +1,134 @@
+"""One optimizer for all weights: each leaf goes to the family its spec names (training §1.1)."""
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Num
+
+from dsv41.errors import UserError
+from dsv41.params import ParamSpec, map_specs, spec_leaves
+from train.optim.muon import WEIGHT_DECAY, muon
+from train.optim.sinkhorn import sinkhorn
+
+# Momenta that a family keeps of each number; None: the optimizer leaves the weight alone.
+_MOMENTA = {"muon": 1, "sinkhorn": 1, "adamw": 2, "sign": None, "frozen": None}
+_COUNT_BYTES = 4
+
+
+class OptimizerState(NamedTuple):
+    """``steps`` int32[]: steps done, which the learning rate follows; ``families``: name to the state of its rule.
+
+    The momenta are trees of the weights' form with None for weights of other families.
+    """
+
+    steps: Array
+    families: dict[str, Any]
+
+
+def adamw(specs: Any) -> optax.GradientTransformation:
+    """Bias-corrected Adam, b1 0.9, b2 0.95, eps 1e-20, and decay 0.1 where the spec says so (training §1.3).
+
+    Over a tree of float32 weights of any shape; the update is the direction to subtract, learning rate aside.
+    """
+    mask = map_specs(lambda spec: spec.decay, specs)
+    rule = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-20), optax.add_decayed_weights(WEIGHT_DECAY, mask=mask))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # Optax raises a float to an integer count.
+        with jax.numpy_dtype_promotion("standard"):
+            return rule.update(gradients, state, params)
+
+    return optax.GradientTransformation(rule.init, update)
+
+
+def _check(specs: Any) -> None:
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, ParamSpec)):
+        where = spec.key if isinstance(spec, ParamSpec) else jax.tree_util.keystr(path)
+        family = getattr(spec, "family", None)
+        if family not in _MOMENTA:
+            raise UserError(f"optimizer of {where}: found {family!r}, allowed are {', '.join(_MOMENTA)}")
+
+
+def _select(specs: Any, family: str, tree: Any) -> Any:
+    """``tree`` with None in place of the leaves of other families."""
+    return map_specs(lambda spec, leaf: leaf if spec.family == family else None, specs, tree)
+
+
+def make_optimizer(specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The optimizer of a whole tree of weights, such as `text_specs` describes (training §1.1).
+
+    ``update(gradients, state, params)`` gives updates for `optax.apply_updates`: minus the learning rate, minus the
+    spec's factor, times the family's direction; exactly zero, in the weight's dtype, for ``sign`` and ``frozen``
+    weights, whose gradients are not looked at and may be anything, None included.
+
+    Raises `UserError` for a leaf without a known family, by its name.
+    """
+    _check(specs)
+    own = {name: _select(specs, name, specs) for name, momenta in _MOMENTA.items() if momenta}
+    rules = {"muon": muon(own["muon"]), "sinkhorn": sinkhorn(), "adamw": adamw(own["adamw"])}
+
+    def init(params: Any) -> OptimizerState:
+        states = {name: rule.init(_select(specs, name, params)) for name, rule in rules.items()}
+        return OptimizerState(jnp.zeros([], jnp.int32), states)
+
+    def update(gradients: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
+        directions, states = {}, {}
+        for name, rule in rules.items():
+            direction, states[name] = rule.update(
+                _select(specs, name, gradients), state.families[name], _select(specs, name, params)
+            )
+            directions[name] = iter(jax.tree.leaves(direction))
+        rate = -jnp.asarray(schedule(state.steps), jnp.float32)
+
+        def step(spec: ParamSpec, weight: Array) -> Array:
+            if spec.family not in directions:
+                return jnp.zeros_like(weight)
+            return rate * spec.lr_scale * next(directions[spec.family])
+
+        return map_specs(step, specs, params), OptimizerState(optax.safe_increment(state.steps), states)
+
+    return optax.GradientTransformation(init, update)
+
+
+def optimizer_report(specs: Any) -> dict[str, dict[str, int]]:
+    """Family to ``parameters`` and ``state_bytes`` of its optimizer state, from the specs alone.
+
+    AdamW's bytes include the step counter of its bias correction; the shared step count is under ``schedule``.
+    """
+    _check(specs)
+    report: dict[str, dict[str, int]] = defaultdict(lambda: {"parameters": 0, "state_bytes": 0})
+    report["schedule"]["state_bytes"] = _COUNT_BYTES
+    report["adamw"]["state_bytes"] = _COUNT_BYTES
+    for spec in spec_leaves(specs):
+        report[spec.family]["parameters"] += spec.size
+        report[spec.family]["state_bytes"] += (_MOMENTA[spec.family] or 0) * spec.size * spec.dtype(0).nbytes
+    return dict(report)
+
+
+def clip(specs: Any, gradients: Any, limit: float = 1.0) -> tuple[Any, Float[Array, ""]]:
+    """Gradients scaled to a global norm of at most ``limit``, and the norm before that, float32[] (training §3.3).
+
+    Indexer weights have a loss of their own: they neither count nor are scaled. Nor do ``sign`` and ``frozen`` ones,
+    whose gradients pass as they are.
+    """
+
+    def counts(spec: ParamSpec) -> bool:
+        return bool(_MOMENTA[spec.family]) and ".indexer." not in spec.key
+
+    counted = map_specs(lambda spec, g: g if counts(spec) else None, specs, gradients)
+    norm = jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(counted)), start=jnp.float32(0)))
+    scale = jnp.where(norm > limit, limit / norm, 1.0)
+    return map_specs(lambda spec, g: g * scale if counts(spec) else g, specs, gradients), norm
+
+
+def update_biases(bias: Float[Array, " E"], load: Num[Array, " E"], speed: float = 0.001) -> Float[Array, " E"]:
+    """Correction biases after a step: up for experts under the mean load, down for those above (training §4.2).
+
+    ``load`` counts the tokens routed to each expert over the whole batch, one layer and modality at a time; none at all
+    changes nothing.
+    """
+    load = load.astype(jnp.float32)
+    return bias + speed * jnp.sign(jnp.mean(load) - load)
