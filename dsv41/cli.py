@@ -100,7 +100,7 @@ class Verify:
 class Demo:
     """Train the toy model on the standard library, restore it in a new process and let it write code."""
 
-    seconds: float = 200.0
+    seconds: float = 300.0
     """Time for training."""
     out: Path = Path("runs/demo")
     """Folder of the run and of report.md."""

@@ -303,7 +303,7 @@ def _toy() -> ModelConfig:
     return ModelConfig(
         vocab_size=2048,
         hidden_size=128,
-        moe_intermediate_size=96,
+        moe_intermediate_size=64,
         num_hidden_layers=8,
         num_attention_heads=4,
         head_dim=64,

@@ -100,7 +100,7 @@ def test_poisoned_table_rows_past_the_primes_are_never_read():
     close(run(IDS, params=params.replace(layers=tuple(layers)))["logits"], run(IDS)["logits"])
 
 
-@pytest.mark.pitfall("A10", "A1")
+@pytest.mark.pitfall("A10", "A1", "L5")
 @pytest.mark.parametrize("n", range(1, 10))
 def test_every_length_is_finite_and_a_prefix_of_the_next(n):
     taps = run(IDS[:, :n])
