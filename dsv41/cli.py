@@ -3,15 +3,17 @@
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
 
+import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -206,7 +208,7 @@ def _verify(args: Verify) -> int:
 
 
 def _demo(args: Demo) -> int:
-    _use_compilation_cache()
+    # Without the compilation cache: the report says what compiling costs.
     from train.demo import demo
 
     return demo(args.seconds, args.out)
@@ -231,15 +233,31 @@ _COMMANDS = {
 }
 
 
+def _parse(argv: Sequence[str] | None) -> Any:
+    """The command's arguments; a mistake in them is a `UserError` of one line in place of tyro's box."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                {name: kind for name, (kind, _) in _COMMANDS.items()},
+                prog="dsv41",
+                description="DeepSeek-V4.1-Flash in JAX.",
+                args=argv,
+            )
+    except SystemExit as end:
+        if end.code != 2:
+            raise
+        lines = [line.strip("╭╮╰╯│ ") for line in said.getvalue().splitlines()[1:]]
+        # Sections of the box stand between rules; the last one points to --help.
+        sections = [" ".join(s.split()) for s in " ".join(lines).split("──") if s.strip("─ ")]
+        text = "; ".join(s.strip("─ ") for s in sections[:2] if not s.startswith(("For full", "Argument helptext")))
+        raise UserError(text or "bad arguments, see dsv41 --help") from None
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Parses and runs a command; the exit code."""
     try:
-        args = tyro.extras.subcommand_cli_from_dict(
-            {name: kind for name, (kind, _) in _COMMANDS.items()},
-            prog="dsv41",
-            description="DeepSeek-V4.1-Flash in JAX.",
-            args=argv,
-        )
+        args = _parse(argv)
         code = next(command for kind, command in _COMMANDS.values() if type(args) is kind)(args)
         sys.stdout.flush()
         return code
