@@ -7,16 +7,25 @@ touches the other entries; and masked, which scores every entry of a short row (
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
 from dsv41.indexer import ids_to_mask
 from dsv41.layout import Layout
-from dsv41.numerics import Policy, Taps, linear, record, rms_norm, sink_softmax
+from dsv41.numerics import Taps, linear, record, rms_norm, sink_softmax
 from dsv41.params import AttentionParams
-from dsv41.quant import WINDOW_KV, fake_quant
+from dsv41.quant import MAIN_KV, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
+
+
+@struct.dataclass
+class Before:
+    """Window rows ahead of the ones at hand, in any order: rows ``[B, W, K]``, positions ``[B, W]``, -1 where there is none."""
+
+    rows: jax.Array
+    positions: jax.Array
 
 
 def query_latent(x: Float[Array, "B T D"], params: AttentionParams, config: ModelConfig) -> Float[Array, "B T R"]:
@@ -25,23 +34,11 @@ def query_latent(x: Float[Array, "B T D"], params: AttentionParams, config: Mode
 
 
 def window_kv(
-    x: Float[Array, "B T D"],
-    positions: Int[Array, "B T"],
-    params: AttentionParams,
-    config: ModelConfig,
-    policy: Policy,
-    ratio: int,
-    taps: Taps | None,
-    name: str,
+    x: Float[Array, "B T D"], positions: Int[Array, "B T"], params: AttentionParams, config: ModelConfig, ratio: int
 ) -> Float[Array, "B T K"]:
-    """The layer's own window rows: kv_norm, RoPE, FP8 over the whole vector (§4.2)."""
+    """The layer's own window rows before their FP8 form: kv_norm, RoPE (§4.2)."""
     kv = rms_norm(linear(x, params.wkv), params.kv_norm, config.rms_norm_eps)
-    kv = rotate(kv, positions, layer_frequencies(config, ratio))
-    record(taps, f"{name}.swa_kv_prequant", kv)
-    if policy.quantize_window:
-        kv = fake_quant(kv, WINDOW_KV)
-    record(taps, f"{name}.swa_kv", kv)
-    return kv
+    return rotate(kv, positions, layer_frequencies(config, ratio))
 
 
 def _dot(equation: str, a: Array, b: Array) -> Float32[Array, "*s"]:
@@ -61,48 +58,57 @@ def _mix(probs: Array, rows: Array) -> Array:
     return _dot("...qs,...sk->...qk", flat, rows).reshape(*probs.shape[:-1], rows.shape[-1])
 
 
-def _pairs_of_blocks(rows: Array, window: int) -> Array:
-    """``[B, n*W, ...]`` -> ``[B, n, 2W, ...]``: each block behind its predecessor (zeros before the first)."""
-    blocks = rows.reshape(rows.shape[0], -1, window, *rows.shape[2:])
-    before = jnp.concatenate([jnp.zeros_like(blocks[:, :1]), blocks[:, :-1]], axis=1)
-    return jnp.concatenate([before, blocks], axis=2)
+def _blocks(rows: Array, before: Array, size: int) -> Array:
+    """``[B, n*size, ...]`` and the ``[B, W, ...]`` before it -> ``[B, n, W + size, ...]``: each block behind its W rows."""
+    blocks = rows.reshape(rows.shape[0], -1, size, *rows.shape[2:])
+    # With more than one block a block has W rows: those before it are the block before it.
+    ahead = [before[:, None], blocks[:, :-1]] if blocks.shape[1] > 1 else [before[:, None]]
+    return jnp.concatenate([jnp.concatenate(ahead, axis=1), blocks], axis=2)
 
 
 def _window_scores(
-    q: Float[Array, "B T H K"], kv: Float[Array, "B T K"], layout: Layout, window: int
+    q: Float[Array, "B T H K"], kv: Float[Array, "B T K"], layout: Layout, window: int, before: Before | None
 ) -> tuple[Float32[Array, "B n W H W2"], Bool[Array, "B n W 1 W2"], Float[Array, "B n W2 K"]]:
-    """Blocked scores: queries of a block of ``window`` tokens against their own and the previous block."""
-    time = q.shape[1]
-    extra = -time % window
+    """Blocked scores: a block of up to ``window`` queries against its own rows and the ``window`` rows before it."""
+    batch, time = q.shape[:2]
+    size = min(time, window)
+    extra = -time % size
     pad = lambda a: jnp.pad(a, ((0, 0), (0, extra)) + ((0, 0),) * (a.ndim - 2))  # noqa: E731
-    index = jnp.broadcast_to(jnp.arange(time + extra, dtype=jnp.int32)[None], (q.shape[0], time + extra))
-    segments = pad(layout.segments)
-    queries = pad(q).reshape(q.shape[0], -1, window, *q.shape[2:])
-    keys = _pairs_of_blocks(pad(kv), window)
-    at, of = index.reshape(queries.shape[:3])[..., None], segments.reshape(queries.shape[:3])[..., None]
-    key_at = _pairs_of_blocks(index, window)[:, :, None]
-    key_of = _pairs_of_blocks(segments, window)[:, :, None]
+    block = lambda a: pad(a).reshape(batch, -1, size, *a.shape[2:])  # noqa: E731
+    if before is None:
+        # The first block of a long row has a block of nothing before it; a short row needs none.
+        nothing = 0 if time <= window else window
+        before = Before(jnp.zeros((batch, nothing, kv.shape[-1]), kv.dtype), jnp.full((batch, nothing), -1, jnp.int32))
+    # A row too old for the first query may hold anything; zero times NaN would not be zero.
+    known = (before.positions >= 0) & (before.positions > layout.positions[:, :1] - window)
+    rows = jnp.where(known[..., None], before.rows, jnp.zeros((), kv.dtype))
+    keys = _blocks(pad(kv), rows, size)
+    key_at = _blocks(pad(layout.positions), before.positions, size)[:, :, None]
+    key_of = _blocks(pad(layout.segments), known.astype(layout.segments.dtype), size)[:, :, None]
+    at, of = block(layout.positions)[..., None], block(layout.segments)[..., None]
     mask = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
-    return _scores(queries, keys), mask[:, :, :, None], keys
+    return _scores(block(q), keys), mask[:, :, :, None], keys
 
 
 def attend(
     q: Float[Array, "B T H K"],
     window_rows: Float[Array, "B T K"],
-    entries: Float[Array, "B S K"] | None,
+    entries: Array | None,
     ids: Int[Array, "B T k"] | None,
     sink: Float[Array, " H"],
     layout: Layout,
     window: int,
+    before: Before | None = None,
     gather: bool | None = None,
 ) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T k"] | None]:
     """Outputs before the inverse RoPE, and each selected entry's probability summed over heads (§4.5).
 
-    ids: -1 padded entry numbers, each visible to its query. gather: which form; by shape if None.
+    entries: ``[B, S, K]`` values or stored bytes. ids: -1 padded entry numbers, each visible to its query. before: the
+    window's rows ahead of these. gather: which form; by shape if None.
     """
     batch, time, heads, width = q.shape
     scale = width**-0.5
-    scores, mask, keys = _window_scores(q, window_rows, layout, window)
+    scores, mask, keys = _window_scores(q, window_rows, layout, window, before)
     blocks = scores.shape[:3]
     flat = lambda a: a.reshape(batch, -1, *a.shape[3:])[:, :time]  # noqa: E731
     local, local_mask = flat(scores), flat(mask)
@@ -110,15 +116,17 @@ def attend(
     if entries is None or ids is None or ids.shape[-1] == 0:
         probs, selected, mass = sink_softmax(local * scale, local_mask, sink), None, None
     else:
-        gather = entries.shape[1] > 8 * ids.shape[-1] if gather is None else gather
+        size, k = entries.shape[1], ids.shape[-1]
+        gather = (size > 8 * k or time * k <= size) if gather is None else gather
         valid = ids >= 0 if gather else ids_to_mask(ids, entries.shape[1])
         if gather:
             rows = jax.vmap(lambda e, i: e[i])(entries, jnp.maximum(ids, 0))
-            rows = jnp.where(valid[..., None], rows, jnp.zeros((), rows.dtype))
+            rows = jnp.where(valid[..., None], row_values(rows, MAIN_KV, q.dtype), jnp.zeros((), q.dtype))
             far = _scores(q[:, :, None], rows)[:, :, 0]
         else:
             # An entry that no query selected may hold anything; zero times NaN would not be zero.
-            rows = jnp.where(jnp.any(valid, axis=1)[..., None], entries, jnp.zeros((), entries.dtype))
+            used = jnp.any(valid, axis=1)[..., None]
+            rows = jnp.where(used, row_values(entries, MAIN_KV, q.dtype), jnp.zeros((), q.dtype))
             far = _scores(q, rows)
         both = jnp.concatenate([local, far], axis=-1) * scale
         probs = sink_softmax(both, jnp.concatenate([local_mask, valid[:, :, None]], axis=-1), sink)
@@ -127,7 +135,7 @@ def attend(
         mass = jnp.sum(lax.stop_gradient(far_probs), axis=2)
         if not gather:
             mass = jnp.where(ids >= 0, jnp.take_along_axis(mass, jnp.maximum(ids, 0), axis=-1), 0.0)
-    near = jnp.pad(probs[..., :span], ((0, 0), (0, blocks[1] * window - time), (0, 0), (0, 0)))
+    near = jnp.pad(probs[..., :span], ((0, 0), (0, blocks[1] * blocks[2] - time), (0, 0), (0, 0)))
     near = near.reshape(*blocks, heads, span)
     out = flat(_mix(near, keys))
     return (out if selected is None else out + selected).astype(q.dtype), mass

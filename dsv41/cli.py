@@ -68,22 +68,32 @@ class Train:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue prompts with a trained model."""
+    """Continue prompts with a trained model; several prompts run as one batch."""
 
     checkpoint: Path
     """The folder of a run that `dsv41 train` wrote."""
-    prompt: tuple[str, ...] = ("import ",)
+    prompt: tuple[str, ...] = ()
     """One or more texts to continue."""
+    prompts_file: Path | None = None
+    """A file of prompts: one a line, or in a .jsonl file a JSON string or {"prompt": ...} a line."""
     max_new_tokens: int = 64
     """New tokens at most."""
     temperature: float = 0.0
     """0 for the likeliest token, else how freely to draw."""
+    top_k: int = 0
+    """Draw from so many likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability."""
+    min_p: float = 0.0
+    """Draw from tokens at least this share as likely as the likeliest."""
     seed: int = 0
-    """Seed of the draws."""
-    length: int = 256
-    """Tokens of the buffer that holds prompt and continuation."""
+    """Seed of each prompt's draws, which do not depend on the other prompts."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a continuation."""
+    packed: bool = False
+    """Keep the cache in the release's FP4 and FP8 rows."""
     json: bool = False
-    """Print a JSON object a line."""
+    """Print a JSON object a line, the last one on speed."""
 
 
 @dataclass(frozen=True)
@@ -187,17 +197,63 @@ def _train(args: Train) -> int:
     return 0
 
 
-def _generate(args: Generate) -> int:
-    _use_compilation_cache()
-    from infer.generate import Generator, load_model
+def _prompts(args: Generate) -> list[str]:
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        try:
+            lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"prompts_file: cannot read {str(args.prompts_file)!r}: {error}") from None
+        lines = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+        prompts += [_json_prompt(n, line) if args.prompts_file.suffix == ".jsonl" else line for n, line in lines]
+    if not prompts:
+        raise UserError("prompt: found none, allowed is one --prompt or more, or --prompts-file")
+    return prompts
 
-    generator = Generator(load_model(args.checkpoint), args.length)
-    for prompt in args.prompt:
-        found = generator.continue_text(prompt, args.max_new_tokens, args.temperature, args.seed)
+
+def _json_prompt(number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    text = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise UserError(f'prompts_file: line {number}: found {line[:40]!r}, allowed is a JSON string or {{"prompt": "..."}}')
+    return text
+
+
+def _generate(args: Generate) -> int:
+    from infer.sampling import Sampling
+
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "max_new_tokens")
+    sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
+    _use_compilation_cache()
+    from dsv41.numerics import PACKED, Policy
+    from infer.generate import Generator
+    from infer.model import load_model
+
+    generator = Generator(load_model(args.checkpoint), PACKED if args.packed else Policy())
+    prompts = [generator.encode(text) for text in texts]
+    stream = len(texts) == 1 and not args.json
+
+    def show(_: int, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    if stream:
+        generator.check(prompts, [sampling])
+        print(texts[0], end="", flush=True)
+    found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
+    for text, one in zip(texts, found, strict=True):
         if args.json:
-            print(json.dumps({"prompt": prompt, "text": found.text, "ids": found.ids, "finish": found.finish}))
-        else:
-            print(prompt + found.text)
+            print(json.dumps({"prompt": text, **dataclasses.asdict(one)}))
+        elif not stream:
+            print(f"{text}{one.text}\n---")
+    if args.json:
+        print(json.dumps(dataclasses.asdict(speed)))
+    else:
+        if stream:
+            print()
+        print(speed.line(), file=sys.stderr)
     return 0
 
 

@@ -15,17 +15,29 @@ from dsv41.params import EngramParams
 def engram_rows(
     ids: Int[Array, "B T"], layout: Layout, token_map: Int[Array, " V"], config: ModelConfig
 ) -> tuple[Int[Array, "B T C"], ...]:
-    """Row ids of every table: folded ids, look-backs cut at the document's start and at padding or image tokens (§11.4).
-
-    Ids outside the vocabulary count as dead: an index there would wrap to a valid-looking row.
-    """
+    """Row ids of every table: look-backs cut at the document's start and at padding or image tokens (§11.4)."""
     if not config.engram_layer_ids:
         return ()
+    folded = folded_ids(ids, layout, token_map, config)
+    return hashed(folded, layout.positions, token_map, config)
+
+
+def folded_ids(ids: Int[Array, "B T"], layout: Layout, token_map: Int[Array, " V"], config: ModelConfig) -> Int[Array, "B T"]:
+    """Folded ids, -1 for tokens that end a look-back: padding, image tokens, ids outside the vocabulary.
+
+    An index outside the map would wrap to a valid-looking class.
+    """
     inside = (ids >= 0) & (ids < config.vocab_size)
-    dead = ~layout.live | layout.image | ~inside
-    pad = token_map[config.engram_pad_token_id]
     folded = token_map[jnp.where(inside, ids, 0)]
-    rows = lookback(folded, layout.positions, dead, config.engram_max_ngram_size, pad)
+    return jnp.where(layout.live & ~layout.image & inside, folded, -1)
+
+
+def hashed(
+    folded: Int[Array, "B T"], positions: Int[Array, "B T"], token_map: Int[Array, " V"], config: ModelConfig
+) -> tuple[Int[Array, "B T C"], ...]:
+    """Row ids of every table from `folded_ids`; positions within the document, where look-backs past 0 end."""
+    pad = token_map[config.engram_pad_token_id]
+    rows = lookback(folded, positions, folded < 0, config.engram_max_ngram_size, pad)
     return tuple(hash_rows(rows, table) for table in config.engram_hashes)
 
 

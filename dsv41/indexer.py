@@ -10,34 +10,22 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dsv41.config import ModelConfig
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import IndexerParams
-from dsv41.quant import INDEX_KEY, fake_quant
+from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
 
 
 def index_keys(
-    latent: Float[Array, "B S K"],
-    positions: Int[Array, "B S"],
-    params: IndexerParams,
-    config: ModelConfig,
-    policy: Policy,
-    ratio: int,
-    taps: Taps | None,
-    name: str,
+    latent: Float[Array, "B S K"], positions: Int[Array, "B S"], params: IndexerParams, config: ModelConfig, ratio: int
 ) -> Float[Array, "B S KI"]:
-    """Keys from the pre-RoPE, un-quantised latent: wk, k_norm, RoPE at the group's position, FP4 per 32 (§8.3)."""
+    """Keys before their FP4 form, from the pre-RoPE, un-quantised latent: wk, k_norm, RoPE at the group's position (§7)."""
     key = rms_norm(linear(latent, params.wk), params.k_norm, config.rms_norm_eps)
-    key = rotate(key, positions, layer_frequencies(config, ratio))
-    record(taps, f"{name}.k_prequant", key)
-    if policy.quantize_index:
-        key = fake_quant(key, INDEX_KEY)
-    record(taps, f"{name}.k", key)
-    return key
+    return rotate(key, positions, layer_frequencies(config, ratio))
 
 
 def index_scores(
     x: Float[Array, "B T D"],
     latent_q: Float[Array, "B T R"],
-    keys: Float[Array, "B S KI"],
+    keys: Array,
     positions: Int[Array, "B T"],
     params: IndexerParams,
     config: ModelConfig,
@@ -46,7 +34,7 @@ def index_scores(
     taps: Taps | None,
     name: str,
 ) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked."""
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes."""
     heads, width = config.index_n_heads, config.index_head_dim
     q: Any = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
     q = rotate_heads(q, positions, layer_frequencies(config, ratio))
@@ -56,7 +44,8 @@ def index_scores(
     record(taps, f"{name}.q", q)
     weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
     record(taps, f"{name}.weights", weights)
-    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    keys = row_values(keys, INDEX_KEY, jnp.float32)
+    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -43,7 +44,7 @@ def coefficients(
     """pre (A), post (C) and comb (M, indexed [source, target]) of a site, all in float32."""
     n = streams.shape[-2]
     m = _mixes(streams, hc, rms_eps)
-    scales = jnp.repeat(hc.scale.astype(jnp.float32), jnp.array([n, n, n * n]), total_repeat_length=n * (n + 2))
+    scales = hc.scale[np.repeat(np.arange(3), (n, n, n * n))]
     m = m * _spread(scales, m) + _spread(hc.base, m)
     comb = m[..., 2 * n :].reshape(*m.shape[:-1], n, n)
     return jax.nn.sigmoid(m[..., :n]) + eps, 2 * jax.nn.sigmoid(m[..., n : 2 * n]), sinkhorn(comb, iters, eps)

@@ -1,5 +1,6 @@
-"""The text model over full sequences: embedding, stream expansion, the blocks, final collapse, norm, head (architecture §3)."""
+"""The text model, over full sequences and behind a cache: embedding, streams, blocks, final collapse, head (architecture §3)."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,13 +9,15 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv41 import mhc
-from dsv41.block import Shared, Tokens, block, first_mix
+from dsv41.block import Tokens, block, first_mix
+from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
-from dsv41.engram import engram_rows
-from dsv41.layout import make_layout
+from dsv41.engram import engram_rows, folded_ids, hashed
+from dsv41.layout import Layout, make_layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
+from dsv41.site import Shared
 
 
 @struct.dataclass
@@ -36,16 +39,75 @@ def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, An
     return take(ids), take(segments), take(image), back
 
 
+def extend_history(
+    ids: Int[Array, "B T"], layout: Layout, cache: Cache, token_map: Any, config: ModelConfig
+) -> tuple[tuple[Int[Array, "B T C"], ...], Int[Array, "B h"]]:
+    """Engram rows of a chunk, whose look-backs reach into the cache's history, and the history behind it."""
+    depth = cache.history.shape[1]
+    if not depth:
+        return (), cache.history
+    folded = jnp.concatenate([cache.history, folded_ids(ids, layout, token_map, config)], axis=1)
+    positions = cache.length[:, None] + jnp.arange(-depth, ids.shape[1], dtype=jnp.int32)[None]
+    rows = tuple(table[:, depth:] for table in hashed(folded, positions, token_map, config))
+    count = jnp.sum(layout.segments, axis=1)
+    return rows, take(folded, count[:, None] + jnp.arange(depth, dtype=jnp.int32)[None])
+
+
 def make_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: ModelConfig) -> Tokens:
     """The batch as the layers see it: ids, layout and Engram rows."""
     layout = make_layout(segments, image)
     return Tokens(ids, layout, engram_rows(ids, layout, token_map, config))
 
 
+def extend(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    cache: Cache,
+    ids: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    token_map: Int[Array, " V"],
+    image: Bool[Array, "B T"] | None = None,
+    taps: Taps | None = None,
+    every: bool = False,
+) -> tuple[Float[Array, "B *t V"], Cache]:
+    """Logits of the tokens that follow a cache, and the cache behind them: prefill in any chunks, and decode at T = 1.
+
+    live: each row's new tokens, one run with padding on either side or none at all (the row's cache stays as it is).
+    every: logits of all T positions; else of each row's last new token, ``[B, V]``. A row must stay within the capacity
+    of the cache: entries past it are dropped.
+    """
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    time = ids.shape[1]
+    ids, segments, image, back = _align(ids, live.astype(jnp.int32), image, time)
+    count = jnp.sum(segments, axis=1)
+    layout = chunk_layout(cache.length, count, time, image)
+    rows, history = extend_history(ids, layout, cache, token_map, config)
+    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    carried = Carried(Shared(), cache)
+    tokens = Tokens(ids, layout, rows)
+    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
+        out = block(streams, pre, layer, plan, carried, tokens, config, policy, taps, cached_site)
+        streams, pre, carried = out.streams, out.pre, out.carried
+    record_draft_input(taps, config)
+    cache = replace(carried.cache, length=cache.length + count, history=history)
+    if every:
+        return jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1), cache
+    last = jnp.maximum(count - 1, 0)[:, None]
+    return unembed(params, take(streams, last), take(pre, last), config, taps)[:, 0], cache
+
+
 def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
     """Embedding rows copied to every residual stream (§3)."""
     rows = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
     return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
+
+
+def record_draft_input(taps: Taps | None, config: ModelConfig) -> None:
+    """Keeps the stream means entering the layers that the draft stages read (§12.2)."""
+    if taps is not None and config.num_nextn_predict_layers:
+        means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
+        record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
 
 
 def unembed(
@@ -86,12 +148,10 @@ def forward(
     loads, balance, kl = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         out = block(streams, pre, layer, plan, shared, tokens, config, policy, taps)
-        streams, pre, shared = out.streams, out.pre, out.shared
+        streams, pre, shared = out.streams, out.pre, out.carried
         loads.append(out.load)
         balance, kl = balance + out.balance, kl + out.index_kl
-    if taps is not None and config.num_nextn_predict_layers:
-        means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
-        record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
+    record_draft_input(taps, config)
     logits = jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1)
     record(taps, "logits", logits)
     return Output(logits, jnp.stack(loads), balance, kl)

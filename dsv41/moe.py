@@ -58,10 +58,19 @@ def grouped_experts(
     """Sum over each token's experts in float32; no token is dropped, padding reaches no expert.
 
     Tokens are sorted by expert and each group padded to whole blocks, so that every block meets one expert's weights in
-    one batched product: static shapes for any skew, with at most one block an expert wasted.
+    one batched product: static shapes for any skew, with at most one block an expert wasted. Fewer token-expert pairs than
+    experts need no sorting.
     """
     experts, k = params.w1.shape[0], ids.shape[1]
     items = ids.size
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    if items <= experts:
+        # A few tokens: each fetches its experts' weights.
+        w = jax.tree.map(lambda p: p.astype(x.dtype)[ids], params)
+        one = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
+        hidden = swiglu(one("ni,nkoi->nko", x, w.w1), one("ni,nkoi->nko", x, w.w3), limit) * weights[..., None]
+        out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
+        return jnp.sum(jnp.where(live[:, None, None], out, 0.0), axis=1)
     block = 8
     while block < 64 and block * experts * 2 <= items:
         block *= 2
@@ -69,8 +78,10 @@ def grouped_experts(
     expert = jnp.where(live[:, None], ids, experts).reshape(-1)
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    ends = jnp.cumsum(-(-sizes // block))  # in blocks
-    begin, first = (ends + (-sizes // block)) * block, jnp.cumsum(sizes) - sizes
+    # As one masked sum each: a cumulative sum is a kernel a doubling.
+    earlier = jnp.tri(experts, dtype=jnp.int32)
+    ends = jnp.sum(earlier * -(-sizes // block)[None], axis=1)  # in blocks
+    begin, first = (ends + (-sizes // block)) * block, jnp.sum(earlier * sizes[None], axis=1) - sizes
     sorted_expert = expert[order]
     group = jnp.minimum(sorted_expert, experts - 1)
     slot = begin[group] + jnp.arange(items, dtype=jnp.int32) - first[group]
@@ -83,7 +94,6 @@ def grouped_experts(
     scale = jnp.concatenate([weights.reshape(-1), jnp.zeros((1,), weights.dtype)])[item_of_slot]
     owner = jnp.sum((jnp.arange(blocks, dtype=jnp.int32)[:, None] >= ends[None]).astype(jnp.int32), axis=1)
     w = jax.tree.map(lambda p: p.astype(x.dtype)[jnp.minimum(owner, experts - 1)], params)
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = lambda a, b: jnp.einsum("nbi,noi->nbo", a, b, precision=precision)  # noqa: E731
     hidden = swiglu(product(rows, w.w1), product(rows, w.w3), limit) * scale.reshape(blocks, block, 1)
     out = product(hidden.astype(x.dtype), w.w2).reshape(blocks * block, -1)

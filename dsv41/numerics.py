@@ -21,6 +21,9 @@ class Policy:
     quantize_window: bool = False
 
 
+PACKED = Policy(quantize_main_kv=True, quantize_index=True, quantize_window=True)
+
+
 def record(taps: Taps | None, name: str, value: Any) -> None:
     """Keeps an intermediate under its golden name when a caller asked for them."""
     if taps is not None:

@@ -144,6 +144,20 @@ def unpack(packed: UInt8[Array, "*s bytes"], scales: UInt8[Array, "*s groups"], 
     return dequantize(unpack_nibbles(packed) if fmt.element == "e2m1" else packed, scales, fmt)
 
 
+def pack_rows(x: Float[Array, "*s n"], fmt: Format) -> UInt8[Array, "*s row"]:
+    """`pack` as one array of ``fmt.row_bytes(n)`` bytes a row: elements, then scales."""
+    return jnp.concatenate(pack(x, fmt), axis=-1)
+
+
+def row_values(rows: Array, fmt: Format, dtype: Any) -> Float[Array, "*s n"]:
+    """Values of stored rows in ``dtype``: bytes of `pack_rows` are dequantised, rows of floats are taken as they are."""
+    if rows.dtype != jnp.uint8:
+        return rows.astype(dtype)
+    elements = rows.shape[-1] * fmt.group // fmt.row_bytes(fmt.group)
+    split = fmt.row_bytes(elements) - elements // fmt.group
+    return unpack(rows[..., :split], rows[..., split:], fmt).astype(dtype)
+
+
 def fake_quant(x: Float[Array, "*s n"], fmt: Format) -> Float[Array, "*s n"]:
     """Quantise and dequantise in ``x``'s dtype; the gradient is the identity, saturated values included (§8, QAT backward)."""
     return _straight_through(x, fmt)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41.block import Shared, block, first_mix
+from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
-from dsv41.model import embed, make_tokens, unembed
+from dsv41.model import embed, make_tokens, record_draft_input, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
 from dsv41.plan import LayerPlan, layer_plans
+from dsv41.site import Shared
 
 
 def _shared(want: dict[str, jax.Array], plan: LayerPlan) -> Shared:
@@ -36,8 +37,7 @@ def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         block(streams, pre, layer, plan, _shared(want, plan), tokens, config, policy, taps)
         streams, pre = want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"]
-    means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
-    record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
+    record_draft_input(taps, config)
     record(taps, "logits", unembed(params, streams, pre, config, taps))
     return taps
 

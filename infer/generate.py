@@ -1,130 +1,252 @@
-"""Text from a trained run's folder: prompts in, continuations out, by one compiled forward of fixed length."""
+"""Batched generation through the packed cache: prefill in chunks, then decode steps for all requests at once.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+Steps run in blocks on the device, so that the host is asked once for several tokens; it ends a request at a stop string
+and drops what the block made past it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
 
-from dsv41.config import ModelConfig, load_config
+from dsv41.cache import Cache, cache_bytes, init_cache
 from dsv41.errors import UserError
-from dsv41.model import forward
+from dsv41.model import extend
 from dsv41.numerics import Policy
-from dsv41.params import abstract_params, text_specs
-from dsv41.tokenmap import token_map
-from infer.sampling import sample
-from train.checkpoint import Checkpoints
-from train.tokenizer import BOS_ID, EOS_ID, PAD_ID, tokenizer_from_json
+from infer.detokenize import StopStrings, StreamDecoder
+from infer.model import Model
+from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
+
+CHUNKS = (16, 64, 256)  # widths of prefill chunks; a shorter rest is padded to the next one
+SMALLEST_CAPACITY = 64
+BLOCK = 8  # decode steps between two looks of the host
+OnText = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """New token ids and their text; ``finish``: the model ended its text, enough tokens, or the buffer is full."""
+    """New token ids with their log-probabilities, and their text; ``finish``: an end token or stop string, or enough tokens."""
 
     ids: list[int]
+    logprobs: list[float]
     text: str
-    finish: Literal["eos", "max_tokens", "length"]
+    finish: Literal["stop", "length"]
 
 
-@dataclass(frozen=True)
-class Model:
-    """A restored run: weights, config, tokenizer and its folding map."""
+@dataclass
+class Speed:
+    """What a batch took: real tokens, seconds without compiling, and bytes of the cache."""
 
-    params: Any
-    config: ModelConfig
-    tokenizer: Tokenizer
-    token_map: np.ndarray
-    step: int
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    new_tokens: int = 0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    cache_bytes: int = 0
 
-
-def load_model(run: Path) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none."""
-    checkpoint_folder = run / "checkpoints"
-    latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
-    if latest is None:
-        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train wrote")
-    config = load_config(run)
-    file = run / "tokenizer.json"
-    try:
-        tokenizer = tokenizer_from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"checkpoint: cannot read {str(file)!r} ({error.strerror})") from error
-    fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
-    params = _restore(checkpoint_folder, latest, config)
-    return Model(params, config, tokenizer, fold, latest)
+    def line(self) -> str:
+        """One line for people."""
+        rate = lambda n, s: f"{n / s:,.0f}" if s > 0 else "-"  # noqa: E731
+        return (
+            f"prefill {self.prompt_tokens} tokens, {rate(self.prompt_tokens, self.prefill_seconds)} tokens/s;"
+            f" decode {self.new_tokens} tokens, {rate(self.new_tokens, self.decode_seconds)} tokens/s;"
+            f" cache {self.cache_bytes:,} bytes; compiled in {self.compile_seconds:.1f} s"
+        )
 
 
-def _restore(folder: Path, step: int, config: ModelConfig) -> Any:
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract_params(text_specs(config))
-    )
-    return Checkpoints(folder, 1).restore_params(step, abstract)
+@dataclass
+class _Request:
+    """A request on its way: what it has said so far and what is held back."""
+
+    sampling: Sampling
+    decoder: StreamDecoder
+    stops: StopStrings
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: Literal["stop", "length"] | None = None
+
+    def take(self, token: int, logprob: float, ends: set[int]) -> str:
+        """Accounts for a sampled token; the text that is final now."""
+        if token in ends or token in self.sampling.stop_ids:
+            return self._end("stop")
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        said, stopped = self.stops.push(self.decoder.push(token))
+        self.text += said
+        if stopped:
+            self.finish = "stop"
+            return said
+        return said + (self._end("length") if len(self.ids) == self.sampling.max_new_tokens else "")
+
+    def _end(self, finish: Literal["stop", "length"]) -> str:
+        said, stopped = self.stops.push(self.decoder.flush())
+        if not stopped:
+            rest, stopped = self.stops.flush()
+            said += rest
+        self.text += said
+        self.finish = "stop" if stopped else finish
+        return said
+
+
+def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
+    """The next power of two from ``smallest`` on, raised to a multiple."""
+    return -(-max(smallest, 1 << (n - 1).bit_length()) // multiple) * multiple
 
 
 class Generator:
-    """Continues prompts within a buffer of ``length`` tokens."""
+    """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity."""
 
-    def __init__(self, model: Model, length: int = 256, policy: Policy | None = None):
-        align = model.config.document_alignment
-        if length < 2 or length % align:
-            near = max(round(length / align), 1) * align
-            raise UserError(f"length: found {length}, allowed is a multiple of {align}; nearest is {near}")
-        self.model, self.length = model, length
-        config, fold = model.config, jnp.asarray(model.token_map, jnp.int32)
-        policy = policy or Policy()
+    def __init__(self, model: Model, policy: Policy | None = None):
+        self.model, self.policy = model, policy or Policy()
+        self.ends = {model.config.eos_token_id}
+        self.programs: dict[tuple, Any] = {}
+        config, policy, fold = model.config, self.policy, jnp.asarray(model.token_map, jnp.int32)
 
-        def step(params: Any, buffer: jax.Array, count: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-            segments = (jnp.arange(length, dtype=jnp.int32) < count).astype(jnp.int32)[None]
-            logits = forward(params, config, policy, buffer, segments, fold).logits
-            last = jax.lax.dynamic_index_in_dim(logits[0], count - 1, 0, keepdims=False)
-            return sample(last, key, count, temperature)
+        def prefill(params: Any, cache: Cache, ids: jax.Array, live: jax.Array, last: jax.Array) -> tuple[jax.Array, Cache]:
+            logits, cache = extend(params, config, policy, cache, ids, live, fold)
+            return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
-        self._step: Callable[..., jax.Array] = jax.jit(step)
+        def decode(
+            params: Any, cache: Cache, tokens: jax.Array, left: jax.Array, ends: jax.Array, rows: SamplingRows
+        ) -> tuple[Any, Any, Cache, Any]:
+            def more(state: tuple) -> jax.Array:
+                return (state[0] < BLOCK) & jnp.any(state[3] > 0)
 
-    def check_ids(self, ids: list[int]) -> None:
-        """Raises `UserError` for token ids that cannot be continued."""
+            def step(state: tuple) -> tuple:
+                at, cache, tokens, left, made, logprobs = state
+                live = left > 0
+                logits, cache = extend(params, config, policy, cache, tokens[:, None], live[:, None], fold)
+                tokens, logprob = sample(logits, cache.length, rows)
+                made, logprobs = made.at[at].set(jnp.where(live, tokens, -1)), logprobs.at[at].set(logprob)
+                ended = jnp.any(tokens[:, None] == ends, axis=1)
+                return at + 1, cache, tokens, jnp.where(live & ~ended, left - 1, 0), made, logprobs
+
+            made = jnp.full((BLOCK, tokens.shape[0]), -1, jnp.int32)
+            state = (jnp.zeros((), jnp.int32), cache, tokens, left, made, jnp.zeros(made.shape, jnp.float32))
+            _, cache, tokens, _, made, logprobs = jax.lax.while_loop(more, step, state)
+            return made, logprobs, cache, tokens
+
+        self._functions = {"prefill": (prefill, 1), "decode": (decode, 1), "first": (sample, ())}
+
+    def _call(self, speed: Speed, kind: str, key: tuple, *args: Any) -> Any:
+        """Runs a program, compiled before the clock starts."""
+        if (kind, *key) not in self.programs:
+            began = time.perf_counter()
+            function, donated = self._functions[kind]
+            self.programs[kind, *key] = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+            speed.compile_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        out = jax.block_until_ready(self.programs[kind, *key](*args))
+        spent = time.perf_counter() - began
+        if kind == "prefill":
+            speed.prefill_seconds += spent
+        else:
+            speed.decode_seconds += spent
+        return out
+
+    def check(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
+        """Raises `UserError` for prompts (BOS included) that cannot be continued."""
+        vocab, room = self.model.config.vocab_size, self.model.config.max_position_embeddings
+        if not prompts:
+            raise UserError("prompt: found none, allowed is one or more")
+        for n, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
+            if not len(ids):
+                raise UserError(f"prompt {n}: found nothing, allowed is text of at least one token")
+            if len(ids) + sampling.max_new_tokens > room:
+                raise UserError(
+                    f"prompt {n}: found {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens},"
+                    f" allowed is {room} together"
+                )
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise UserError(f"prompt {n}: found token id {token}, allowed is 0 to {vocab - 1}")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], on_text: OnText | None = None
+    ) -> tuple[list[Generation], Speed]:
+        """Continues each prompt (ids, BOS included) by its own rules; ``on_text(n, piece)`` gets text as it becomes final.
+
+        The outcome of a request does not depend on the others in the batch.
+        """
+        self.check(prompts, samplings)
+        config, batch = self.model.config, _bucket(len(prompts), 1)
+        longest = max(len(ids) + s.max_new_tokens for ids, s in zip(prompts, samplings, strict=True))
+        ratios = [r for r in config.compress_ratios if r]
+        capacity = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*ratios) if ratios else 1)
+        speed = Speed()
+        cache = init_cache(config, self.policy, batch, capacity)
+        speed.cache_bytes = cache_bytes(cache)
+        last, cache = self._prefill(prompts, cache, (batch, capacity), speed)
+
+        requests = [_Request(s, StreamDecoder(self.model.tokenizer), StopStrings(s.stop)) for s in samplings]
+        for request in requests:
+            if not request.sampling.max_new_tokens:
+                request.finish = "length"
+        rows = sampling_rows([*samplings, *[Sampling()] * (batch - len(prompts))])
+        length = np.zeros(batch, np.int32)
+        length[: len(prompts)] = [len(ids) for ids in prompts]
+        tokens, logprobs = self._call(speed, "first", (batch,), last, jnp.asarray(length), rows)
+        ends = self._ends(samplings, batch)
+        left = np.zeros(batch, np.int32)
+        made = np.asarray(tokens)[None], np.asarray(logprobs)[None]
+        while True:
+            self._account(requests, *made, on_text)
+            left[: len(requests)] = [0 if r.finish else r.sampling.max_new_tokens - len(r.ids) for r in requests]
+            if not left.any():
+                break
+            args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
+            *made, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
+            made = [np.asarray(a) for a in made]
+        speed.new_tokens = sum(len(request.ids) for request in requests)
+        done = [Generation(r.ids, r.logprobs, r.text, r.finish or "length") for r in requests]
+        return done, speed
+
+    def _ends(self, samplings: Sequence[Sampling], batch: int) -> jax.Array:
+        """Token ids that end each row, int32 ``[B, e]``, padded with -1."""
+        rows = [sorted({*self.ends, *s.stop_ids}) for s in samplings]
+        ends = np.full((batch, _bucket(max(map(len, rows)), 4)), -1, np.int32)
+        for n, row in enumerate(rows):
+            ends[n, : len(row)] = row
+        return jnp.asarray(ends)
+
+    def _account(self, requests: list[_Request], tokens: np.ndarray, logprobs: np.ndarray, on_text: OnText | None) -> None:
+        """Hands each running request its tokens of a block ``[steps, B]``; -1 where a row had already ended."""
+        for n, request in enumerate(requests):
+            said = ""
+            for token, logprob in zip(tokens[:, n], logprobs[:, n], strict=True):
+                if request.finish is None and token >= 0:
+                    said += request.take(int(token), float(logprob), self.ends)
+            if on_text is not None and said:
+                on_text(n, said)
+
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], cache: Cache, shape: tuple[int, int], speed: Speed
+    ) -> tuple[jax.Array, Cache]:
+        """Logits of each prompt's last token ``[B, V]``, and the cache behind the prompts."""
+        batch, longest, at = shape[0], max(len(ids) for ids in prompts), 0
+        last = jnp.zeros((batch, self.model.config.vocab_size), jnp.float32)
+        while at < longest:
+            width = next((c for c in CHUNKS if c >= longest - at), CHUNKS[-1])
+            ids = np.full((batch, width), self.model.config.pad_token_id, np.int32)
+            live = np.zeros((batch, width), bool)
+            for n, prompt in enumerate(prompts):
+                part = prompt[at : at + width]
+                ids[n, : len(part)], live[n, : len(part)] = part, True
+            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), last
+            last, cache = self._call(speed, "prefill", (*shape, width), *args)
+            at += width
+        speed.prompt_tokens = sum(len(ids) for ids in prompts)
+        return last, cache
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the text's ids; raises `UserError` for empty text."""
+        ids = self.model.tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:
             raise UserError("prompt: found nothing, allowed is text of at least one token")
-        if len(ids) + 1 >= self.length:
-            raise UserError(f"prompt: found {len(ids)} tokens, allowed is at most {self.length - 2} in a buffer of {self.length}")
-        vocab = self.model.config.vocab_size
-        for n in ids:
-            if not 0 <= n < vocab:
-                raise UserError(f"prompt: found token id {n}, allowed is 0 to {vocab - 1}")
-
-    def continue_ids(self, ids: list[int], max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
-        """Continues ``ids`` (without BOS) by at most ``max_new_tokens``; greedy at temperature 0."""
-        self.check_ids(ids)
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: found {max_new_tokens}, allowed is 1 or more; nearest is 1")
-        if not 0 <= temperature < float("inf"):
-            raise UserError(f"temperature: found {temperature}, allowed is a finite number from 0; nearest is 0")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed: found {seed}, allowed is 0 to {2**32 - 1}")
-        buffer = np.full((1, self.length), PAD_ID, np.int32)
-        buffer[0, : len(ids) + 1] = [BOS_ID, *ids]
-        count, key = len(ids) + 1, jax.random.key(seed)
-        new: list[int] = []
-        finish: Literal["eos", "max_tokens", "length"] = "max_tokens"
-        while len(new) < max_new_tokens:
-            if count == self.length:
-                finish = "length"
-                break
-            token = int(self._step(self.model.params, jnp.asarray(buffer), jnp.int32(count), key, jnp.float32(temperature)))
-            if token == EOS_ID:
-                finish = "eos"
-                break
-            buffer[0, count] = token
-            new.append(token)
-            count += 1
-        return Generation(new, self.model.tokenizer.decode(new), finish)
-
-    def continue_text(self, prompt: str, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Generation:
-        """Continues a text."""
-        ids = self.model.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return self.continue_ids(ids, max_new_tokens, temperature, seed)
+        return [self.model.config.bos_token_id, *ids]

@@ -1,17 +1,145 @@
-"""Choosing the next token from logits."""
+"""Choosing the next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, row by row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+
+from dsv41.errors import UserError
+
+_FLOAT32 = np.finfo(np.float32)
+_INT32_MAX, _UINT32_MAX = 2**31 - 1, 2**32 - 1
+_USE_GREEDY = "for the likeliest token alone set temperature to 0"
+
+
+@struct.dataclass
+class SamplingRows:
+    """How each row of a batch is sampled; `sampling_rows` makes it from requests."""
+
+    temperature: Float[Array, " B"]  # float32, 0: greedy
+    top_k: Int32[Array, " B"]  # 0: off
+    top_p: Float[Array, " B"]  # float32, 1: off
+    min_p: Float[Array, " B"]  # float32, 0: off
+    seed: UInt32[Array, " B"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled and what ends it; raises `UserError` for a value that no request can mean.
+
+    ``max_new_tokens`` 0 generates nothing. ``stop`` are texts and ``stop_ids`` token ids, besides the model's own EOS.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Larger finite temperatures would become infinite in float32. NaN fails every comparison, hence "not".
+        _check_range("temperature", self.temperature, 0.0, float(_FLOAT32.max))
+        _check_range("top_k", self.top_k, 0, _INT32_MAX)
+        if not 0 < self.top_p <= 1:
+            hint = _USE_GREEDY if self.top_p <= 0 else "nearest is 1.0"
+            raise UserError(f"top_p: found {self.top_p}, allowed is above 0, up to 1 (off); {hint}")
+        if not 0 <= self.min_p < 1:
+            hint = _USE_GREEDY if self.min_p >= 1 else "nearest is 0.0"
+            raise UserError(f"min_p: found {self.min_p}, allowed is 0 (off) to below 1; {hint}")
+        _check_range("seed", self.seed, 0, _UINT32_MAX)
+        _check_range("max_new_tokens", self.max_new_tokens, 0, None)
+        for text in self.stop:
+            if not text:
+                raise UserError("stop: found '', allowed is text of at least one character; leave stop empty for none")
+        for token in self.stop_ids:
+            _check_range("stop_ids", token, 0, None)
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if value >= low and (high is None or value <= high):
+        return
+    allowed = f"{low} or more" if high is None else f"{low} to {high}"
+    near = high if high is not None and value > high else low
+    raise UserError(f"{name}: found {value}, allowed is {allowed}; nearest is {near}")
+
+
+def sampling_rows(requests: Sequence[Sampling]) -> SamplingRows:
+    """The requests' settings as arrays, one row each in the given order."""
+    return SamplingRows(
+        temperature=jnp.array([r.temperature for r in requests], jnp.float32),
+        top_k=jnp.array([r.top_k for r in requests], jnp.int32),
+        top_p=jnp.array([r.top_p for r in requests], jnp.float32),
+        min_p=jnp.array([r.min_p for r in requests], jnp.float32),
+        seed=jnp.array([r.seed for r in requests], jnp.uint32),
+    )
 
 
 def sample(
-    logits: Float[Array, " V"], key: PRNGKeyArray, position: Int[Array, ""], temperature: Float[Array, ""]
-) -> Int[Array, ""]:
-    """The token for ``position``: the likeliest at temperature 0, else drawn with ``fold_in(key, position)``.
+    logits: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows
+) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
+    """Each row's token for its ``position``, and that token's log-probability, float32, before any temperature or filter.
 
-    The key depends on the seed and the position alone, so the same prefix gives the same token however it was reached.
+    Temperature 0 takes the likeliest token. Else temperature, top-k, top-p and min-p apply in this order; of equal logits
+    the lower ids are kept first, and at least one token stays. A row's draw is keyed by its seed and position alone: the
+    same logits give the same token in every slot of every batch.
+
+    A row that holds NaN or +inf, or nothing but -inf, gets an id in [0, V) with log-probability NaN.
     """
-    logits = logits.astype(jnp.float32)
-    drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / jnp.where(temperature > 0, temperature, 1.0))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
+    with jax.named_scope("sampling"):
+        logits = logits.astype(jnp.float32)
+        greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # Below its smallest normal number float32 division may flush the temperature to 0.
+        drawn = rows.temperature >= float(_FLOAT32.tiny)
+        tokens = lax.cond(
+            jnp.any(drawn),
+            lambda: jnp.where(drawn, _draw(_scaled(logits, drawn, rows.temperature), position, rows), greedy),
+            lambda: greedy,
+        )
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=-1)[:, 0]
+        return tokens, logprobs
+
+
+def _scaled(logits: Float[Array, "B V"], drawn: Bool[Array, " B"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Logits over temperature with the row's maximum at 0: nothing overflows, however low the temperature."""
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawn, temperature, 1.0)[:, None]
+
+
+def _draw(scaled: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows) -> Int32[Array, " B"]:
+    vocab = scaled.shape[-1]
+
+    def noise(seed: Array, at: Array) -> Array:
+        # The one generator whose numbers are the same under vmap; "high" because 129280 draws of 23 bits tie at the top.
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)
+        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+
+    # Every other filter keeps the likeliest tokens too, so min-p may come from the same logits as top-k and top-p.
+    kept = jnp.exp(scaled) >= rows.min_p[:, None]
+    cut = (rows.top_k > 0) | (rows.top_p < 1)
+    kept &= lax.cond(jnp.any(cut), lambda: _top_k_top_p(scaled, rows), lambda: jnp.ones(scaled.shape, bool))
+    # Noise belongs to an id, not to a rank: logits that differ in the last bit give the same token nearly always.
+    noisy = jnp.where(kept, scaled + jax.vmap(noise)(rows.seed, position), -jnp.inf)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def _top_k_top_p(scaled: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
+    """Which tokens top-k and then top-p keep: a number of the likeliest, so one sort of the values finds the last of them."""
+    vocab = scaled.shape[-1]
+    ordered = -jnp.sort(-scaled, axis=-1)
+    size = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None]
+    rank = jnp.arange(vocab, dtype=jnp.int32)[None]
+    mass = jnp.cumsum(jnp.where(rank < size, jnp.exp(ordered), 0.0), axis=-1)
+    # The first token that makes the mass reach top_p is the last one in. Rounding must not shorten a row with top-p off.
+    reached = jnp.sum((mass < rows.top_p[:, None] * mass[:, -1:]).astype(jnp.int32), axis=-1, keepdims=True) + 1
+    size = jnp.where(rows.top_p[:, None] < 1, jnp.minimum(size, reached), size)
+    last = jnp.take_along_axis(ordered, size - 1, axis=-1)
+    tied = scaled == last
+    above = jnp.sum((scaled > last).astype(jnp.int32), axis=-1, keepdims=True)
+    return (scaled > last) | (tied & (jnp.cumsum(tied.astype(jnp.int32), axis=-1) <= size - above))

@@ -10,6 +10,8 @@ from dsv41.config import preset
 from dsv41.errors import UserError
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
+from infer.model import load_model
+from infer.speed import measure
 from train.corpus import Document
 from train.loop import TrainOptions, TrainResult, make_writable, train
 from train.ngram import bits_per_byte
@@ -17,6 +19,7 @@ from train.ngram import bits_per_byte
 _PROMPTS = 3
 _PROMPT_LINES = 6
 _NEW_TOKENS = 96
+SPEED_BATCHES = (1, 16)
 
 
 def _prompts(documents: list[Document]) -> list[str]:
@@ -40,7 +43,7 @@ def _prompts(documents: list[Document]) -> list[str]:
 
 
 def _generate(run: Path, prompts: list[str]) -> list[dict]:
-    """Continuations by a new process, which sees nothing but the run's folder."""
+    """Continuations, as one batch, by a new process, which sees nothing but the run's folder."""
     command = [
         sys.executable,
         "-m",
@@ -57,10 +60,29 @@ def _generate(run: Path, prompts: list[str]) -> list[dict]:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise UserError(f"demo: generate ended with exit code {done.returncode}: {last[0]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()][: len(prompts)]
 
 
-def _report(result: TrainResult, baseline: float, texts: list[dict], seconds: float) -> str:
+def _speed_lines(speed: dict[str, float]) -> list[str]:
+    plain = speed["plain_decode"]
+    lines = [
+        "## Generating",
+        "",
+        f"Through the cache at a context of {speed['context']} tokens (medians, no compiling); plain: one forward pass a token.",
+        "",
+        "| batch | prefill tokens/s | decode tokens/s | times plain | cache bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for batch in SPEED_BATCHES:
+        decode = speed[f"decode_batch_{batch}"]
+        lines.append(
+            f"| {batch} | {speed[f'prefill_batch_{batch}']:,.0f} | {decode:,.0f} | {decode / plain:.1f}"
+            f" | {speed[f'cache_bytes_batch_{batch}']:,} |"
+        )
+    return [*lines, f"| 1, plain | - | {plain:,.1f} | 1 | - |", ""]
+
+
+def _report(result: TrainResult, baseline: float, texts: list[dict], speed: dict[str, float], seconds: float) -> str:
     families: dict[str, int] = {}
     for spec in spec_leaves(text_specs(result.config)):
         families[spec.family] = families.get(spec.family, 0) + spec.size
@@ -85,6 +107,7 @@ def _report(result: TrainResult, baseline: float, texts: list[dict], seconds: fl
         f"cache bytes per token of flash: {cache_bytes_per_token(preset('flash')):g}",
         f"cache bytes per token of toy: {cache_bytes_per_token(result.config):g}",
         "",
+        *_speed_lines(speed),
         "## Generated text",
         "",
         "Prompts are from held-out files; temperature 0.5.",
@@ -109,11 +132,14 @@ def demo(seconds: float, out: Path) -> int:
     result = train(TrainOptions(out=run, steps=0, max_seconds=seconds, checkpoint_every=10**9, keep=1))
     shutil.copyfile(run / "loss.png", out / "loss.png")
     baseline = bits_per_byte(result.prepared.train_documents, result.prepared.heldout_documents)
+    speed = measure(load_model(run), SPEED_BATCHES)
     texts = _generate(run, _prompts(result.prepared.heldout_documents))
     report = out / "report.md"
-    report.write_text(_report(result, baseline, texts, seconds), encoding="utf-8")
+    report.write_text(_report(result, baseline, texts, speed, seconds), encoding="utf-8")
     print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
     print(f"order-2 byte model: {baseline:.4f}")
+    ratio = speed["decode_batch_1"] / speed["plain_decode"]
+    print(f"decode: {speed['decode_batch_1']:.0f} tokens/s through the cache, {ratio:.1f} times the plain path")
     for text in texts:
         print(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}")
     print(f"report: {report}")

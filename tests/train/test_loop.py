@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from dsv41.config import replace as configure
 from dsv41.errors import UserError
 from dsv41.hashing import table_primes
 from dsv41.numerics import Policy
-from infer.generate import Generator, load_model
+from infer.model import load_model
 from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
@@ -132,18 +133,15 @@ def test_resume_with_other_options_is_an_error(options, whole, change):
         train(replace(options, **change))
 
 
-def test_generation(options, whole):
+def test_the_weights_of_a_run_open_for_inference(options, whole, tmp_path):
     model = load_model(options.out)
+    assert model.step == 10
     for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(model.params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    generator = Generator(model, 64)
-    found = generator.continue_text("def ", 6)
-    assert found == generator.continue_text("def ", 6)
-    drawn = generator.continue_text("def ", 6, temperature=1.0, seed=3)
-    assert drawn == generator.continue_text("def ", 6, temperature=1.0, seed=3)
-    for ids, message in (([], "nothing"), ([5] * 63, "at most 62"), ([10**6], "token id"), ([-1], "token id")):
-        with pytest.raises(UserError, match=message):
-            generator.continue_ids(ids, 4)
+    shutil.copytree(options.out, tmp_path / "run")
+    save_config(replace(model.config, hidden_size=64), tmp_path / "run" / "config.json")
+    with pytest.raises(UserError, match="checkpoint"):
+        load_model(tmp_path / "run")
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

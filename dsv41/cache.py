@@ -1,0 +1,220 @@
+"""The cache of a batch of requests, and the attention site of a chunk of new tokens behind it (serving §1).
+
+What grows with the context is main KV and index keys, at the kv sources alone; windows, pair tails, n-gram history and
+lengths do not. A slot that a query cannot reach (past the length, older than the window, an empty ring slot) may hold
+anything. Rows are stored as bytes where the policy's quantiser is on, else in the compute dtype.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Float32, Int
+
+from dsv41 import attention, compress
+from dsv41.config import ModelConfig
+from dsv41.errors import UserError
+from dsv41.layout import Layout
+from dsv41.numerics import Policy, Taps
+from dsv41.params import AttentionParams
+from dsv41.plan import LayerPlan, layer_plans
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, pack_rows, row_values
+from dsv41.site import Shared, choose, publish, read, window_rows
+
+
+@struct.dataclass
+class SourceCache:
+    """What one kv source keeps of each request, until the request ends.
+
+    main_kv ``[B, S, row]``, index_k ``[B, S, row]``: entry g, of tokens ``g r .. g r + r - 1``, is row g; written once, when
+    its group is complete, and read by every layer of the source. tail_value, tail_score float32 ``[B, r - 1, K]``: the
+    compressor's projections of the last r - 1 tokens, oldest first, which the next token's group may need; float32 because
+    the group's softmax is; None at ratio 1.
+    """
+
+    main_kv: jax.Array
+    index_k: jax.Array
+    tail_value: jax.Array | None
+    tail_score: jax.Array | None
+
+
+@struct.dataclass
+class Cache:
+    """The state of B requests between chunks.
+
+    length int32 ``[B]``: tokens consumed. history int32 ``[B, n - 1]``: folded ids of the last tokens, oldest first, for
+    Engram's look-back; -1 where the look-back ends (image tokens). windows: one ring ``[B, W, row]`` a layer, the row of
+    position p in slot p mod W, so that a new row takes the place of the one that leaves the window. sources: one
+    `SourceCache` a kv source.
+    """
+
+    length: jax.Array
+    history: jax.Array
+    windows: tuple[jax.Array, ...]
+    sources: tuple[SourceCache, ...]
+
+
+def stored(x: Float[Array, "*s n"], fmt: Format, on: bool) -> Array:
+    """Rows as the cache holds them: bytes of ``fmt``, or ``x`` itself."""
+    return pack_rows(x, fmt) if on else x
+
+
+def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int) -> Cache:
+    """An empty cache for requests of up to ``capacity`` tokens; raises `UserError` for an impossible size.
+
+    capacity: tokens, a multiple of every compression ratio.
+    """
+    plans = layer_plans(config)
+    for plan in plans:
+        if capacity < 1 or (plan.owns_kv and capacity % plan.ratio):
+            raise UserError(f"capacity: found {capacity}, allowed is a positive multiple of {max(plan.ratio, 1)}")
+
+    def rows(count: int, width: int, fmt: Format, on: bool) -> jax.Array:
+        shape = (batch, count, fmt.row_bytes(width) if on else width)
+        return jnp.zeros(shape, jnp.uint8 if on else policy.compute_dtype)
+
+    def source(plan: LayerPlan) -> SourceCache:
+        count = capacity // plan.ratio
+        # Two arrays: a donated buffer must not stand in a pytree twice.
+        tail = lambda: jnp.zeros((batch, plan.ratio - 1, config.head_dim), jnp.float32) if plan.ratio > 1 else None  # noqa: E731
+        return SourceCache(
+            rows(count, config.head_dim, MAIN_KV, policy.quantize_main_kv),
+            rows(count, config.index_head_dim, INDEX_KEY, policy.quantize_index),
+            tail(),
+            tail(),
+        )
+
+    return Cache(
+        jnp.zeros((batch,), jnp.int32),
+        jnp.full((batch, config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0), -1, jnp.int32),
+        tuple(rows(config.sliding_window, config.head_dim, WINDOW_KV, policy.quantize_window) for _ in plans),
+        tuple(source(plan) for plan in plans if plan.owns_kv),
+    )
+
+
+def capacity(cache: Cache, config: ModelConfig) -> int | None:
+    """Tokens a request may have; None where nothing grows."""
+    plans = [plan for plan in layer_plans(config) if plan.owns_kv]
+    return min((s.main_kv.shape[1] * p.ratio for s, p in zip(cache.sources, plans, strict=True)), default=None)
+
+
+def take(rows: Array, index: Int[Array, "B n"]) -> Array:
+    """``rows[b, index[b, i]]`` of ``[B, m, ...]``; indices past the end read the last row."""
+    index = jnp.clip(index, 0, rows.shape[1] - 1)
+    return jnp.take_along_axis(rows, index.reshape(*index.shape, *(1,) * (rows.ndim - 2)), axis=1)
+
+
+def put(rows: Array, new: Array, slots: Int[Array, "B n"]) -> Array:
+    """``rows`` with ``new[b, i]`` in slot ``slots[b, i]``; a slot past the end is dropped."""
+    batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    return rows.at[batch, slots].set(new, mode="drop")
+
+
+def _span(start: Int[Array, " B"], count: int) -> Int[Array, "B n"]:
+    return start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+
+
+def chunk_layout(length: Int[Array, " B"], count: Int[Array, " B"], time: int, image: Array | None) -> Layout:
+    """A chunk of ``count`` tokens a row, padded to ``time``, at positions from ``length`` on."""
+    live = _span(jnp.zeros_like(count), time) < count[:, None]
+    image = jnp.zeros(live.shape, bool) if image is None else image & live
+    positions = _span(length, time)
+    return Layout(live.astype(jnp.int32), jnp.zeros_like(positions), positions, live, image)
+
+
+def ring_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:
+    """Position of the row in each ring slot after ``length`` tokens; negative where there is none yet."""
+    last = length[:, None] - 1
+    return last - (last - jnp.arange(window, dtype=jnp.int32)[None]) % window
+
+
+def write_ring(ring: Array, rows: Array, length: Int[Array, " B"], count: Int[Array, " B"]) -> Array:
+    """The ring after a chunk: the last W of its rows in their slots."""
+    window, time = ring.shape[1], rows.shape[1]
+    index = _span(jnp.zeros_like(count), time)
+    kept = (index < count[:, None]) & (index >= count[:, None] - window)
+    return put(ring, rows, jnp.where(kept, _span(length, time) % window, window))
+
+
+def _groups(tail: Array, new: Array, length: Int[Array, " B"], ratio: int) -> Float[Array, "B S r K"]:
+    """Groups that a chunk may complete: the first is the one that position ``length`` is in."""
+    rows = jnp.concatenate([tail, new], axis=1)
+    count = rows.shape[1] // ratio
+    index = _span(ratio - 1 - length % ratio, count * ratio)
+    return take(rows, index).reshape(rows.shape[0], count, ratio, rows.shape[-1])
+
+
+def extend_source(
+    x: Float[Array, "B T D"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    source: SourceCache,
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+) -> SourceCache:
+    """The source's cache with the entries that a chunk completes (§5, decode state)."""
+    ratio, eps = plan.ratio, config.rms_norm_eps
+    value, score = compress.project(x, params.compressor)
+    if score is None:
+        groups, scores = value[:, :, None], None
+    else:
+        tails = source.tail_value, source.tail_score
+        groups, scores = (_groups(tail, new, length, ratio) for tail, new in zip(tails, (value, score), strict=True))
+        last = _span(count, ratio - 1)
+        tails = [take(jnp.concatenate([tail, new], axis=1), last) for tail, new in zip(tails, (value, score), strict=True)]
+        source = replace(source, tail_value=tails[0], tail_score=tails[1])
+    latent = compress.pool(groups, scores, params.compressor, eps, x.dtype)
+    number = _span(length // ratio, latent.shape[1])
+    complete = (number + 1) * ratio <= (length + count)[:, None]
+    slots = jnp.where(complete, number, source.main_kv.shape[1])
+    entries, keys = publish(latent, number * ratio, params, plan, config, policy, taps, stored)
+    return replace(source, main_kv=put(source.main_kv, entries, slots), index_k=put(source.index_k, keys, slots))
+
+
+@struct.dataclass
+class Carried:
+    """What `cached_site` hands on: the layers' shared values and the cache as far as it is written."""
+
+    shared: Shared
+    cache: Cache
+
+
+def cached_site(
+    x: Float[Array, "B T D"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    carried: Carried,
+    layout: Layout,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+) -> tuple[Float[Array, "B T D"], Carried, Float32[Array, ""]]:
+    """The attention site of a chunk: reads the cache and the chunk, and writes the chunk's rows. The length stays."""
+    shared, cache = carried.shared, carried.cache
+    length, count = cache.length, jnp.sum(layout.segments, axis=1)
+    latent_q = attention.query_latent(x, params, config)
+    rows = window_rows(x, params, plan, layout, config, policy, taps, stored)
+    values = lambda a: row_values(a, WINDOW_KV, x.dtype)  # noqa: E731
+    ring = cache.windows[plan.layer]
+    before = attention.Before(values(ring), ring_positions(length, config.sliding_window))
+    windows = (*cache.windows[: plan.layer], write_ring(ring, rows, length, count), *cache.windows[plan.layer + 1 :])
+    cache = replace(cache, windows=windows)
+    if plan.owns_kv:
+        n = config.kv_source_layer_ids.index(plan.layer)
+        source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps)
+        cache = replace(cache, sources=(*cache.sources[:n], source, *cache.sources[n + 1 :]))
+        shared = replace(shared, main_kv=source.main_kv, index_k=source.index_k)
+    if plan.selects:
+        shared, _ = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
+    y, _ = read(latent_q, values(rows), before, params, plan, shared, layout, config, taps)
+    return y, Carried(shared, cache), jnp.zeros((), jnp.float32)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of a cache, or of its abstract form."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

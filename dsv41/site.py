@@ -1,0 +1,173 @@
+"""A block's attention site: what the layer publishes, what it selects, what it reads (architecture §4-§7).
+
+`whole_row` is the site of a full sequence; `dsv41.cache.cached_site` the one of a chunk behind a cache. Both are made of the
+functions here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from dsv41 import attention, compress, indexer
+from dsv41.config import ModelConfig
+from dsv41.layout import Layout, causal_mask, visible_entries
+from dsv41.numerics import Policy, Taps, record
+from dsv41.params import AttentionParams
+from dsv41.plan import LayerPlan
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant
+
+
+@struct.dataclass
+class Shared:
+    """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
+
+    Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
+    ``[B, S, KI]``: values, or the bytes that the cache stores.
+    """
+
+    main_kv: jax.Array | None = None
+    index_k: jax.Array | None = None
+    ids: jax.Array | None = None
+    pool: jax.Array | None = None
+
+
+# (x, params, plan, carried, layout, config, policy, taps) -> (output, carried, index loss)
+Site = Callable[..., tuple[Any, Any, Any]]
+Former = Callable[[Any, Format, bool], Any]  # how rows are held: as values, or in the cache's stored form
+
+
+def quantized(x: Float[Array, "*s n"], fmt: Format, on: bool) -> Float[Array, "*s n"]:
+    """Values as the cache would give them back."""
+    return fake_quant(x, fmt) if on else x
+
+
+def window_rows(
+    x: Float[Array, "B T D"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    layout: Layout,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+    form: Former = quantized,
+) -> Array:
+    """The layer's own window rows ``[B, T, K]`` (§4.2)."""
+    kv = attention.window_kv(x, layout.positions, params, config, plan.ratio)
+    name = f"layers.{plan.layer}.attn.swa_kv"
+    record(taps, f"{name}_prequant", kv)
+    kv = form(kv, WINDOW_KV, policy.quantize_window)
+    record(taps, name, kv)
+    return kv
+
+
+def publish(
+    latent: Float[Array, "B S K"],
+    positions: Int[Array, "B S"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+    form: Former = quantized,
+) -> tuple[Array, Array]:
+    """Main KV entries ``[B, S, K]`` and index keys ``[B, S, KI]`` of new latents at their groups' positions (§5, §7)."""
+    name = f"layers.{plan.layer}"
+    record(taps, f"{name}.attn.latent", latent)
+    entries = compress.main_kv(latent, positions, config, plan.ratio)
+    record(taps, f"{name}.attn.main_kv_prequant", entries)
+    entries = form(entries, MAIN_KV, policy.quantize_main_kv)
+    record(taps, f"{name}.attn.main_kv", entries)
+    # Detached: the indexer learns from its own loss only.
+    keys = indexer.index_keys(lax.stop_gradient(latent), positions, params.indexer, config, plan.ratio)
+    record(taps, f"{name}.indexer.k_prequant", keys)
+    keys = form(keys, INDEX_KEY, policy.quantize_index)
+    record(taps, f"{name}.indexer.k", keys)
+    return entries, keys
+
+
+def choose(
+    x: Float[Array, "B T D"],
+    latent_q: Float[Array, "B T R"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    shared: Shared,
+    layout: Layout,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+) -> tuple[Shared, Float32[Array, "B T S"]]:
+    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7)."""
+    name = f"layers.{plan.layer}.indexer"
+    # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
+    detached = lax.stop_gradient((x, latent_q))
+    scores = indexer.index_scores(
+        *detached, shared.index_k, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
+    )
+    first, count = visible_entries(layout, plan.ratio)
+    masked = jnp.where(causal_mask(first, count, scores.shape[-1]), lax.stop_gradient(scores), -jnp.inf)
+    record(taps, f"{name}.scores", masked)
+    if plan.pool == "publishes":
+        pool = indexer.candidate_mask(masked, first, count, config.candidate_block_size, config.candidate_topk_blocks)
+        record(taps, f"{name}.candidates", pool)
+        shared = replace(shared, pool=pool)
+    if plan.pool == "consumes":
+        masked = jnp.where(shared.pool, masked, -jnp.inf)
+        record(taps, f"{name}.scores_masked", masked)
+    ids = indexer.select(masked, config.index_topk)
+    record(taps, f"{name}.topk", ids)
+    return replace(shared, ids=ids), scores
+
+
+def read(
+    latent_q: Float[Array, "B T R"],
+    rows: Array,
+    before: attention.Before | None,
+    params: AttentionParams,
+    plan: LayerPlan,
+    shared: Shared,
+    layout: Layout,
+    config: ModelConfig,
+    taps: Taps | None,
+) -> tuple[Float[Array, "B T D"], Float32[Array, "B T k"] | None]:
+    """The site's output, and each selected entry's probability summed over heads (§4)."""
+    q = attention.queries(latent_q, layout.positions, params, config, plan.ratio)
+    entries, ids = (shared.main_kv, shared.ids) if plan.ratio else (None, None)
+    out, mass = attention.attend(q, rows, entries, ids, params.sink, layout, config.sliding_window, before)
+    name = f"layers.{plan.layer}.attn"
+    y = attention.project_out(out, layout.positions, params, config, plan.ratio, taps, name)
+    record(taps, f"{name}.out", y)
+    return y, mass
+
+
+def whole_row(
+    x: Float[Array, "B T D"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    shared: Shared,
+    layout: Layout,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+) -> tuple[Float[Array, "B T D"], Shared, Float32[Array, ""]]:
+    """The site of a full sequence: everything it may read is in the row. Also the indexer's loss (training §4.3)."""
+    latent_q = attention.query_latent(x, params, config)
+    rows = window_rows(x, params, plan, layout, config, policy, taps)
+    if plan.owns_kv:
+        latent = compress.latents(x, params.compressor, config, plan.ratio)
+        positions = compress.group_positions(layout.positions, plan.ratio)
+        entries, keys = publish(latent, positions, params, plan, config, policy, taps)
+        shared = replace(shared, main_kv=entries, index_k=keys)
+    scores = None
+    if plan.selects:
+        shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
+    y, mass = read(latent_q, rows, None, params, plan, shared, layout, config, taps)
+    kl = jnp.zeros((), jnp.float32)
+    if scores is not None and mass is not None:
+        kl = indexer.index_kl(scores, mass, shared.ids, layout.live)
+    return y, shared, kl

@@ -1,0 +1,51 @@
+"""A trained run's folder, opened for inference."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from dsv41.config import ModelConfig, load_config
+from dsv41.errors import UserError
+from dsv41.params import abstract_params, text_specs
+from dsv41.tokenmap import token_map
+from train.checkpoint import Checkpoints
+from train.tokenizer import tokenizer_from_json
+
+
+@dataclass(frozen=True)
+class Model:
+    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``."""
+
+    params: Any
+    config: ModelConfig
+    tokenizer: Tokenizer
+    token_map: np.ndarray
+    step: int
+
+
+def load_model(run: Path) -> Model:
+    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none."""
+    checkpoint_folder = run / "checkpoints"
+    latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
+    if latest is None:
+        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train wrote")
+    config = load_config(run)
+    file = run / "tokenizer.json"
+    try:
+        tokenizer = tokenizer_from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"checkpoint: cannot read {str(file)!r} ({error.strerror})") from error
+    fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
+    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest)
+
+
+def _restore(folder: Path, step: int, config: ModelConfig) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract_params(text_specs(config))
+    )
+    return Checkpoints(folder, 1).restore_params(step, abstract)
