@@ -118,7 +118,9 @@ def _rule() -> ShardingRule:
 def _import(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
     config = load_config(options.src)
     if options.quantize is not None:
-        raise UserError(f"quantize: found {options.quantize!r} for released weights as source, allowed is none: masters are float32")
+        raise UserError(
+            f"quantize: found {options.quantize!r} for released weights as source, allowed is none: masters are float32"
+        )
     folder = open_folder(options.src, _selection(options, config), config=config)
     _check_tokenizer(options.src / SIDE_FILES[0], folder.config)
     rule = _rule()

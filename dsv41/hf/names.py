@@ -140,10 +140,17 @@ def key_table(config: ModelConfig) -> dict[str, Slot]:
     The release's has 96,085 tensors of 510,286,023,000 bytes, 93,418 of them in the text model (§14).
     """
     block = tile(config)
-    specs: list[tuple[Part, str, ParamSpec]] = [("text", path, spec) for path, spec in text_leaves(config).items()]
-    specs += (("draft", "", spec) for spec in draft_specs(config))
-    specs += (("vision", "", spec) for spec in vision_specs(config))
-    return {slot.weight.name: slot for part, path, spec in specs for slot in _slots(part, path, spec, block)}
+    specs: dict[Part, dict[str, ParamSpec]] = {
+        "text": text_leaves(config),
+        "draft": {spec.key: spec for spec in draft_specs(config)},
+        "vision": {spec.key: spec for spec in vision_specs(config)},
+    }
+    return {
+        slot.weight.name: slot
+        for part, leaves in specs.items()
+        for path, spec in leaves.items()
+        for slot in _slots(part, path, spec, block)
+    }
 
 
 def released_tensors(config: ModelConfig, *parts: Part) -> Iterator[ReleasedTensor]:

@@ -26,6 +26,8 @@ from dsv41.quant import (
 
 Granule = tuple[int, int]
 _PIECE = 1 << 22  # elements worked on at a time
+# E2M1 code of half a whole number, the nearest below where there is none.
+_CODES = np.array([0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7], np.uint8)
 
 
 def granule(stored: Stored, tile: Granule) -> Granule:
@@ -39,7 +41,7 @@ def _values(stored: Stored) -> np.ndarray:
     codes = np.arange(256, dtype=np.uint8)
     if stored != "fp4":
         return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    four = np.float32([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])
+    four = np.array([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], np.float32)
     return np.stack([four[codes & 15], four[codes >> 4]], axis=-1)
 
 
@@ -132,10 +134,6 @@ def recode(values: np.ndarray, scales: np.ndarray, stored: Stored, tile: Granule
                 codes[rows] = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     back = decode(codes, scales, stored, tile)
     return codes if np.array_equal(back.view(np.uint32), np.ascontiguousarray(values).view(np.uint32)) else None
-
-
-# E2M1 code of half a whole number, the nearest below where there is none.
-_CODES = np.uint8([0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7])
 
 
 @struct.dataclass
