@@ -1,7 +1,8 @@
 """Recorded numbers against this program: every tensor of the case files of a model folder and of the unit files.
 
 A model folder holds config.json, weights in any form that `dsv41.hf` reads, the Engram token map and case files; a unit
-folder holds vectors of single components (`dsv41.verify_units`). One row a tensor, with its error relative to the largest recorded value.
+folder holds vectors of single components (`dsv41.verify_units`). One row a tensor, with its error relative to the largest
+recorded value.
 """
 
 import json

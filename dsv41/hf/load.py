@@ -6,8 +6,9 @@ Each process reads the bytes of its own shards, each of them once, and no more t
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -123,12 +124,8 @@ def _leaf(folder: ReleasedFolder, path: str, slots: list[Slot], form: Form, shar
         return StoredWeight(codes, _scales(folder, slots, sharding, pool), spec.stored, folder.tile)
     dtype = np.dtype(spec.dtype) if form == "masters" or held is None else held
     tables = [_table(folder, slot, sharding, spec) for slot in slots]
-
-    def tasks(block: np.ndarray, key: Key) -> Iterator[Task]:
-        for n, out, inner in _experts(block, key, spec.stacked):
-            yield from _decoded(folder, slots[n], tables[n], out, inner)
-
-    array = _assemble(spec.shape, dtype, sharding, tasks, pool)
+    tasks = [partial(_decoded, folder, slot, table) for slot, table in zip(slots, tables, strict=True)]
+    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, pool)
     for slot in slots:
         for name in folder.names(slot):
             folder.files[name].forget(name)
@@ -143,13 +140,9 @@ def _raw(folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Shar
     """The tensors' own bytes, stacked or the only one; dtypes of 8 bits as uint8."""
     view = folder.view(names[0])
     shape, dtype = view.shape, view.dtype if view.dtype.itemsize > 1 else np.dtype(np.uint8)
-
-    def tasks(block: np.ndarray, key: Key) -> Iterator[Task]:
-        for n, out, inner in _experts(block, key, stacked):
-            yield from _copied(folder, names[n], out, inner)
-
     shape = (len(names), *shape) if stacked else shape
-    return _assemble(shape, dtype, _fit(sharding, shape), tasks, pool)
+    tasks = [partial(_copied, folder, name) for name in names]
+    return _assemble(shape, dtype, stacked, _fit(sharding, shape), tasks, pool)
 
 
 def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -165,23 +158,28 @@ def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 def _assemble(
     shape: tuple[int, ...],
     dtype: np.dtype,
+    stacked: bool,
     sharding: Sharding,
-    tasks: Callable[[np.ndarray, Key], Iterable[Task]],
+    tensors: list[Callable[[np.ndarray, Key], Iterator[Task]]],
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
-    """An array whose distinct shards ``tasks`` fill, each once however many devices hold it."""
+    """An array whose distinct shards ``tensors`` fill, one an expert, each once however many devices hold it."""
     owners: dict[Key, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        owners.setdefault(_key(index, shape), []).append(device)
+    for device, key in _keys(sharding, shape):
+        owners.setdefault(key, []).append(device)
     blocks = {key: _memory(tuple(stop - start for start, stop in key), dtype) for key in owners}
-    for _ in pool.map(lambda task: task(), [task for key, block in blocks.items() for task in tasks(block, key)]):
+    parts = [part for key, block in blocks.items() for part in _experts(block, key, stacked)]
+    tasks = [task for n, out, inner in parts for task in tensors[n](out, inner)]
+    for _ in pool.map(lambda task: task(), tasks):
         pass
     placed = [jax.device_put(blocks[key], device) for key, devices in owners.items() for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
-def _key(index: Any, shape: tuple[int, ...]) -> Key:
-    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+def _keys(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Key]]:
+    """This process's devices, and the range that each of them holds."""
+    indices = sharding.addressable_devices_indices_map(shape).items()
+    return [(d, tuple(part.indices(size)[:2] for part, size in zip(at or (), shape, strict=True))) for d, at in indices]
 
 
 def _memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -206,44 +204,45 @@ def _experts(block: np.ndarray, key: Key, stacked: bool) -> Iterator[tuple[int, 
         yield n, block[n - first], key[1:]
 
 
-def _pieces(out: np.ndarray, key: Key, rows: int = 1) -> Iterator[tuple[np.ndarray, Key]]:
-    """A range cut along its first axis into parts of about `_PIECE_BYTES`, ``rows`` at a time kept together."""
+def _pieces(out: np.ndarray, key: Key) -> Iterator[tuple[np.ndarray, Key]]:
+    """A range cut along its first axis into parts of about `_PIECE_BYTES`."""
     if not key:
         yield out, key
         return
     (start, stop), rest = key[0], key[1:]
     width = max(out.nbytes // max(len(out), 1), 1)
-    step = max(_PIECE_BYTES // width // rows, 1) * rows
-    at = start
-    while at < stop:
-        end = min(at - at % rows + step, stop)
+    step = max(_PIECE_BYTES // width, 1)
+    for at in range(start, stop, step):
+        end = min(at + step, stop)
         yield out[at - start : end - start], ((at, end), *rest)
-        at = end
 
 
 def _copied(folder: ReleasedFolder, name: str, out: np.ndarray, key: Key) -> Iterator[Task]:
     """Tasks that copy a range of a tensor."""
     shape = folder.view(name).shape
     contiguous = all(part == (0, size) for part, size in zip(key[1:], shape[1:], strict=True))
-
-    def task(out: np.ndarray, key: Key) -> None:
-        if contiguous:
-            row = out.nbytes // max(len(out), 1) if key else 0
-            flat = np.ndarray((out.nbytes,), np.uint8, out)  # pyright: ignore
-            folder.files[name].read_into(flat, name, key[0][0] * row if key else 0)
-        else:
-            np.copyto(out, folder.view(name).view(out.dtype)[tuple(slice(*part) for part in key)])
-        folder.took(out.nbytes)
-
     for part, inner in _pieces(out, key):
-        yield lambda part=part, inner=inner: task(part, inner)
+        yield partial(_copy, folder, name, contiguous, part, inner)
 
 
-def _table(folder: ReleasedFolder, slot: Slot, sharding: Sharding, spec: ParamSpec) -> tuple[np.ndarray, tuple[int, int]] | None:
+def _copy(folder: ReleasedFolder, name: str, contiguous: bool, out: np.ndarray, key: Key) -> None:
+    if contiguous:
+        row = out.nbytes // max(len(out), 1) if key else 0
+        flat = np.ndarray((out.nbytes,), np.uint8, out)  # pyright: ignore
+        folder.files[name].read_into(flat, name, key[0][0] * row if key else 0)
+    else:
+        np.copyto(out, folder.view(name).view(out.dtype)[tuple(slice(*part) for part in key)])
+    folder.took(out.nbytes)
+
+
+Table = tuple[np.ndarray, tuple[int, int]]
+
+
+def _table(folder: ReleasedFolder, slot: Slot, sharding: Sharding, spec: ParamSpec) -> Table | None:
     """The scales of all this process's shards of a weight, and the row and column they start at; None without scales."""
     if slot.scale is None or not folder.quantized(slot):
         return None
-    keys = [_key(index, spec.shape) for index in sharding.addressable_devices_indices_map(spec.shape).values()]
+    keys = [key for _, key in _keys(sharding, spec.shape)]
     inner = [key[1:] for key in keys if key[0][0] <= slot.expert < key[0][1]] if slot.expert is not None else keys
     if not inner:
         return None
@@ -255,44 +254,44 @@ def _table(folder: ReleasedFolder, slot: Slot, sharding: Sharding, spec: ParamSp
     return table, (low[0] * sizes[0], low[1] * sizes[1])
 
 
-def _decoded(
-    folder: ReleasedFolder, slot: Slot, table: tuple[np.ndarray, tuple[int, int]] | None, out: np.ndarray, key: Key
-) -> Iterator[Task]:
+def _decoded(folder: ReleasedFolder, slot: Slot, table: Table | None, out: np.ndarray, key: Key) -> Iterator[Task]:
     """Tasks that turn a range of a weight into numbers of ``out``'s dtype."""
-    name, stored = slot.weight.name, slot.spec.stored
-    if table is None and DTYPES.get(folder.entry(name).dtype) == out.dtype:
-        yield from _copied(folder, name, out, key)
-        return
+    if table is not None:
+        for part, inner in _pieces(out, key):
+            yield partial(_scaled, folder, slot, table, part, inner)
+    elif DTYPES.get(folder.entry(slot.weight.name).dtype) == out.dtype:
+        yield from _copied(folder, slot.weight.name, out, key)
+    else:
+        for part, inner in _pieces(out, key):
+            yield partial(_plain, folder, slot, part, inner)
 
-    def plain(out: np.ndarray, key: Key) -> None:
-        values = folder.view(name)[tuple(slice(*part) for part in key)]
-        folder.took(values.nbytes)
+
+def _plain(folder: ReleasedFolder, slot: Slot, out: np.ndarray, key: Key) -> None:
+    values = folder.view(slot.weight.name)[tuple(slice(*part) for part in key)]
+    folder.took(values.nbytes)
+    np.copyto(out, values, casting="unsafe")
+    if out.dtype == np.int32:
+        _need(bool((out == values).all()), folder, slot, "ids beyond int32")
+    elif slot.spec.stored != "f32":
+        _need(bool(np.isfinite(out).all()), folder, slot, "values that are not finite")
+
+
+def _scaled(folder: ReleasedFolder, slot: Slot, table: Table, out: np.ndarray, key: Key) -> None:
+    (scales, (row, column)), (rows, columns) = table, key
+    stored = slot.spec.stored
+    packed = 2 if stored == "fp4" else 1
+    _need(not columns[0] % packed and not columns[1] % packed, folder, slot, "shards of half a byte")
+    codes = folder.view(slot.weight.name).view(np.uint8)[slice(*rows), columns[0] // packed : columns[1] // packed]
+    folder.took(codes.nbytes)
+    high, wide = granule(stored, folder.tile)
+    scales = scales[(rows[0] - row) // high :, (columns[0] - column) // wide :]
+    target = out if out.dtype == np.float32 else None
+    values = decode(codes, scales, stored, folder.tile, target, ((rows[0] - row) % high, (columns[0] - column) % wide))
+    _need(bool(np.isfinite(values).all()), folder, slot, "values that are not finite")
+    if target is None:
         np.copyto(out, values, casting="unsafe")
-        if out.dtype == np.int32:
-            _need(bool((out == values).all()), "ids beyond int32")
-        elif stored != "f32":
-            _need(bool(np.isfinite(out).all()), "values that are not finite")
 
-    def scaled(out: np.ndarray, key: Key) -> None:
-        assert table is not None
-        scales, (row, column) = table
-        packed = 2 if stored == "fp4" else 1
-        rows, columns = key
-        _need(not columns[0] % packed and not columns[1] % packed, "half a byte a shard")
-        codes = folder.view(name).view(np.uint8)[slice(*rows), columns[0] // packed : columns[1] // packed]
-        folder.took(codes.nbytes)
-        high, wide = granule(stored, folder.tile)
-        first, left = (rows[0] - row) // high, (columns[0] - column) // wide
-        within = ((rows[0] - row) % high, (columns[0] - column) % wide)
-        target = out if out.dtype == np.float32 else None
-        values = decode(codes, scales[first:, left:], stored, folder.tile, target, within)
-        _need(bool(np.isfinite(values).all()), "values that are not finite")
-        if target is None:
-            np.copyto(out, values, casting="unsafe")
 
-    def _need(ok: bool, found: str) -> None:
-        if not ok:
-            raise UserError(f"{folder.files[name].path}: {name!r}: found {found}")
-
-    for part, inner in _pieces(out, key):
-        yield lambda part=part, inner=inner: (plain if table is None else scaled)(part, inner)
+def _need(ok: bool, folder: ReleasedFolder, slot: Slot, found: str) -> None:
+    if not ok:
+        raise UserError(f"{folder.files[slot.weight.name].path}: {slot.weight.name!r}: found {found}")
