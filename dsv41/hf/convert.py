@@ -158,12 +158,10 @@ def _import_plan(folder: ReleasedFolder, rule: ShardingRule) -> Iterator[str]:
     sizes: Counter[str] = Counter()
     for slot in folder.slots.values():
         for name in folder.names(slot):
-            entry, item = folder.entry(name), "params" if slot.part == "text" else _CARRIED
-            part = "" if slot.expert is None or slot.part != "text" else f"[{slot.expert}]"
-            target = f"{_CARRIED}.{name}"
+            entry, item, target = folder.entry(name), _CARRIED, f"{_CARRIED}.{name}"
             if slot.part == "text":
                 item = "params" if name == slot.weight.name else _SCALES
-                target = f"{item}.{slot.path}{part}"
+                target = f"{item}.{slot.path}" + ("" if slot.expert is None else f"[{slot.expert}]")
             shape = ",".join(map(str, entry.shape))
             place = getattr(rule(slot.spec), "spec", "one device") if item == "params" else "with its weight"
             size = entry.stop - entry.start
@@ -197,7 +195,7 @@ def _export(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
     if absent:
         raise UserError(f"{options.src}: {'; '.join(missing_parts(slots, absent))}")
     if options.dry_run:
-        _print(_export_plan(list(_units(slots.values(), config, target, {}, {}, {})), f"checkpoint {step}"))
+        _print(_export_plan(slots, list(_units(slots.values(), config, target, {}, {}, {})), f"checkpoint {step}"))
         return
     params = store.restore_params(step, _abstract(config))
     leaves = dict(zip(text_leaves(config), jax.tree.leaves(params), strict=True))
@@ -232,17 +230,18 @@ def _units(
         yield from_master(slot, config, target, lambda slot=slot: weight(slot.path, slot.expert), kept)
 
 
-def _export_plan(units: list[Unit], source: str) -> Iterator[str]:
+def _export_plan(slots: dict[str, Slot], units: list[Unit], source: str) -> Iterator[str]:
     shards = shard_units(units)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for file, shard in zip(shard_names(len(shards)), shards, strict=True):
-        for tensor in (t for unit in shard for t in unit.tensors):
-            shape = ",".join(map(str, tensor.shape))
-            yield f"{tensor.name}  {tensor.dtype}[{shape}]  {tensor.bytes} bytes  {source} -> {file}"
-            part = {"mtp": "draft", "vision": "vision", "aligner": "vision"}.get(tensor.name.split(".")[0], "text")
-            counts[part] += 1
-            sizes[part] += tensor.bytes
+        for unit in shard:
+            part = slots[unit.tensors[0].name].part
+            for tensor in unit.tensors:
+                shape = ",".join(map(str, tensor.shape))
+                yield f"{tensor.name}  {tensor.dtype}[{shape}]  {tensor.bytes} bytes  {source} -> {file}"
+                counts[part] += 1
+                sizes[part] += tensor.bytes
     yield from _totals(counts, sizes)
 
 

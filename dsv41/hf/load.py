@@ -187,7 +187,7 @@ def _memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE:
         return np.empty(shape, dtype)
-    buffer = mmap.mmap(-1, size)
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Filling 4 GiB page by page of 4 KiB takes longer than reading them.
         buffer.madvise(mmap.MADV_HUGEPAGE)

@@ -67,16 +67,21 @@ def decode(
     columns = codes.shape[1] * (2 if stored == "fp4" else 1)
     if out is None:
         out = np.empty((codes.shape[0], columns), np.float32)
-    column = (start[1] + np.arange(columns)) // wide
     step = max(_PIECE // max(columns, 1), 1)
     for first in range(0, codes.shape[0], step):
         rows = slice(first, min(first + step, codes.shape[0]))
         row = (start[0] + np.arange(rows.start, rows.stop)) // high
-        values = _values(stored)[codes[rows]].reshape(-1, columns)
+        values = np.take(_values(stored), codes[rows], axis=0).reshape(-1, columns)
         # Infinities and NaN are for the caller to judge.
         with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(values, _scales()[scales[row][:, column]], out=out[rows])
+            np.multiply(values, _spread(scales[row], start[1], columns, wide), out=out[rows])
     return out
+
+
+def _spread(scales: np.ndarray, start: int, columns: int, wide: int) -> np.ndarray:
+    """float32 scale of each of ``columns`` columns, of which the first is ``start`` columns into the first granule."""
+    needed = _scales()[scales[:, start // wide : -(-(start + columns) // wide)]]
+    return np.repeat(needed, wide, axis=1)[:, start % wide :][:, :columns]
 
 
 def encode(values: np.ndarray, stored: Stored, tile: Granule) -> tuple[np.ndarray, np.ndarray]:
@@ -118,13 +123,13 @@ def recode(values: np.ndarray, scales: np.ndarray, stored: Stored, tile: Granule
     its granule (it was chosen before the elements were rounded), so `encode` could find another pair for one value.
     """
     high, wide = granule(stored, tile)
-    row, column = np.arange(values.shape[0]) // high, np.arange(values.shape[1]) // wide
+    row = np.arange(values.shape[0]) // high
     codes = np.empty((values.shape[0], values.shape[1] // (2 if stored == "fp4" else 1)), np.uint8)
     step = max(_PIECE // max(values.shape[1], 1), 1)
     for first in range(0, len(values), step):
         rows = slice(first, first + step)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            scaled = values[rows] / _scales()[scales[row[rows]][:, column]]
+            scaled = values[rows] / _spread(scales[row[rows]], 0, values.shape[1], wide)
             if stored == "fp4":
                 # Twice a magnitude is a whole number of 0..12; others, and NaN, fail the comparison below.
                 twice = np.nan_to_num(np.clip(np.abs(scaled), 0, 6) * 2).astype(np.int32)
