@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, generate, verify, demo.
+"""The command line `dsv41`: plan, train, generate, verify, demo, convert.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -116,6 +116,26 @@ class Demo:
     """Time for training."""
     out: Path = Path("runs/demo")
     """Folder of the run and of report.md."""
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Turn released weights into a run folder, or a run folder into released weights."""
+
+    src: Annotated[Path, tyro.conf.Positional]
+    """A folder of released weights, or the folder of a run."""
+    dst: Annotated[Path, tyro.conf.Positional]
+    """The new folder."""
+    dry_run: bool = False
+    """Print what would become of each tensor, and write nothing."""
+    quantize: Literal["release", "bf16", "fp32"] | None = None
+    """How to write weights: as the release stores them, or plain; as config.json says where not given."""
+    layers: str | None = None
+    """The first layers alone, as 0-4."""
+    draft_stages: int | None = None
+    """0 leaves the draft stages out."""
+    vision: bool = True
+    """Take the vision tower, aligner and image vectors along."""
 
 
 def _plan(args: Plan) -> int:
@@ -263,6 +283,14 @@ def _verify(args: Verify) -> int:
     return run(list(args.paths), args.json, list(args.skip))
 
 
+def _convert(args: Convert) -> int:
+    from dsv41.hf.convert import ConvertOptions, convert
+    from train.checkpoint import Checkpoints
+
+    convert(ConvertOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}), Checkpoints)
+    return 0
+
+
 def _demo(args: Demo) -> int:
     # Without the compilation cache: the report says what compiling costs.
     from train.demo import demo
@@ -286,6 +314,7 @@ _COMMANDS = {
     "generate": (Generate, _generate),
     "verify": (Verify, _verify),
     "demo": (Demo, _demo),
+    "convert": (Convert, _convert),
 }
 
 

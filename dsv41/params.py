@@ -68,11 +68,15 @@ class ParamSpec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the leading axis stands for one released tensor an expert."""
+        return "{expert}" in self.key
+
     def released(self, block: tuple[int, int] = (32, 32)) -> Iterator[ReleasedTensor]:
         """The released tensors that hold this weight, scales included (§8.4-8.6, §14)."""
-        stacked = "{expert}" in self.key
-        shape = self.shape[1:] if stacked else self.shape
-        for index in range(self.shape[0] if stacked else 1):
+        shape = self.shape[1:] if self.stacked else self.shape
+        for index in range(self.shape[0] if self.stacked else 1):
             yield from self._released(self.key.format(expert=index), shape, block)
 
     def _released(self, name: str, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[ReleasedTensor]:
@@ -297,8 +301,8 @@ def _engram(config: ModelConfig, table: int, prefix: str) -> EngramParams:
     )
 
 
-def _layer(config: ModelConfig, plan: LayerPlan) -> LayerParams:
-    prefix = f"layers.{plan.layer}"
+def layer_specs(config: ModelConfig, plan: LayerPlan, prefix: str) -> LayerParams:
+    """The weights of one block that does what ``plan`` says, under released names that start with ``prefix``."""
     n = config.hc_mult
     return LayerParams(
         attn_norm=_gain(config.hidden_size, f"{prefix}.attn_norm.weight", "embed"),
@@ -317,7 +321,7 @@ def text_specs(config: ModelConfig) -> TextParams:
     table = (config.vocab_size, config.hidden_size)
     return TextParams(
         embed=ParamSpec(table, ("vocab", "embed"), "embed.weight", "bf16", "sinkhorn", decay=False),
-        layers=tuple(_layer(config, plan) for plan in layer_plans(config)),
+        layers=tuple(layer_specs(config, plan, f"layers.{plan.layer}") for plan in layer_plans(config)),
         norm=_gain(config.hidden_size, "norm.weight", "embed"),
         head=ParamSpec(table, ("vocab", "embed"), "head.weight", "bf16", "sinkhorn", decay=False),
         hc_head=None if config.hc_single_pass else _hyper(config, "hc_head", config.hc_mult, 1),

@@ -1,12 +1,14 @@
 """Recorded numbers against this program: every tensor of the case files of a model folder and of the unit files.
 
-A model folder holds config.json, weights*.safetensors, the Engram token map and case files; a unit folder holds vectors
-of single components (`dsv41.verify_units`). One row a tensor, with its error relative to the largest recorded value.
+A model folder holds config.json, weights in any form that `dsv41.hf` reads, the Engram token map and case files; a unit
+folder holds vectors of single components (`dsv41.verify_units`). One row a tensor, with its error relative to the largest
+recorded value.
 """
 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -22,10 +24,12 @@ from rich.table import Table
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError, nearest
+from dsv41.hf.folder import open_folder
+from dsv41.hf.load import load_params
 from dsv41.hf.safetensors import open_safetensors
 from dsv41.model import forward
 from dsv41.numerics import Policy, Taps
-from dsv41.params import ParamSpec, TextParams, map_specs, text_specs
+from dsv41.params import TextParams
 from dsv41.plan import layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, e2m1_codes, e4m3, quantize, scale_values
 from dsv41.verify_decode import decode_taps
@@ -164,31 +168,6 @@ def read_json(file: Path) -> Any:
         raise UserError(f"{file}: cannot be read: {error}") from None
 
 
-def load_weights(folder: Path, config: ModelConfig) -> TextParams:
-    """Float32 weights from ``weights*.safetensors``, experts stacked; other tensors in the files are left alone."""
-    files = sorted(folder.glob("weights*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: no weights*.safetensors")
-    tensors: Tensors = {}
-    for file in files:
-        tensors |= read_tensors(file)
-
-    def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in tensors:
-            raise UserError(f"{folder}: no weight {name!r}{nearest(name, tensors)}")
-        if tensors[name].shape != shape:
-            raise UserError(f"{folder}: {name} has shape {tensors[name].shape}, allowed is {shape}")
-        return tensors[name]
-
-    def leaf(spec: ParamSpec) -> jax.Array:
-        if "{expert}" not in spec.key:
-            return jnp.asarray(one(spec.key, spec.shape), spec.dtype)
-        stack = [one(spec.key.format(expert=e), spec.shape[1:]) for e in range(spec.shape[0])]
-        return jnp.asarray(np.stack(stack), spec.dtype)
-
-    return map_specs(leaf, text_specs(config))
-
-
 @partial(jax.jit, static_argnames=("config", "policy"))
 def _taps(params: TextParams, config: ModelConfig, policy: Policy, ids: jax.Array, token_map: jax.Array) -> Taps:
     taps: Taps = {}
@@ -248,10 +227,13 @@ def _model_rows(folder: Path, skip: Callable[[str], bool]) -> Iterator[Row]:
     files = [f for f in folder.glob("*.safetensors") if not f.name.startswith("weights")]
     cases = sorted((f for f in files if _CASE.fullmatch(f.stem)), key=lambda f: _order(f.name))
     others = sorted(f for f in files if f.name.startswith(tuple(_NOT_RUN)))
+    if not cases and not others and any(folder.glob("model*.safetensors")):
+        yield from _weight_rows(folder, config)
+        return
     if not cases and not others:
         raise UserError(f"{folder}: no case files; allowed are fp32_len*, quant_len*, decode_*, dspark_*, vision_*")
     fragile = read_json(folder / FRAGILE) if (folder / FRAGILE).exists() else []
-    params = load_weights(folder, config)
+    params = load_params(open_folder(folder, parts=("text",), config=config))
     token_map = jnp.asarray(_token_map(folder, config))
     for file in cases:
         if skip(file.stem):
@@ -261,6 +243,16 @@ def _model_rows(folder: Path, skip: Callable[[str], bool]) -> Iterator[Row]:
     for file in others:
         reason = next(text for start, text in _NOT_RUN.items() if file.name.startswith(start))
         yield Row(file.name, "*", None, None, "skipped", "left out by --skip" if skip(file.stem) else reason)
+
+
+def _weight_rows(folder: Path, config: ModelConfig) -> Iterator[Row]:
+    """Of a checkpoint without recorded numbers: that its names, dtypes, shapes and sizes are those of its config.json."""
+    counts: Counter[str] = Counter()
+    opened = open_folder(folder, config=config)
+    for name, _ in opened.tensors():
+        counts[opened.files[name].path.name] += 1
+    for file, count in sorted(counts.items()):
+        yield Row(file, "*", None, f"{count}/{count}", "pass", "names, dtypes and shapes; no recorded numbers beside them")
 
 
 def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:

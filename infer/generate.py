@@ -201,8 +201,8 @@ class Generator:
             if not left.any():
                 break
             args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
-            *made, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
-            made = [np.asarray(a) for a in made]
+            *block, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
+            made = np.asarray(block[0]), np.asarray(block[1])
         speed.new_tokens = sum(len(request.ids) for request in requests)
         done = [Generation(r.ids, r.logprobs, r.text, r.finish or "length") for r in requests]
         return done, speed

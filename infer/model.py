@@ -13,7 +13,7 @@ from dsv41.errors import UserError
 from dsv41.params import abstract_params, text_specs
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
-from train.tokenizer import tokenizer_from_json
+from train.tokenizer import foreign_tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ def load_model(run: Path) -> Model:
     config = load_config(run)
     file = run / "tokenizer.json"
     try:
-        tokenizer = tokenizer_from_json(file.read_text(encoding="utf-8"))
+        # A folder that dsv41 convert made has no run.json, and the tokenizer of its source.
+        read = tokenizer_from_json if (run / "run.json").exists() else foreign_tokenizer
+        tokenizer = read(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({error.strerror})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)

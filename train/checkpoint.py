@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from dsv41.errors import UserError
@@ -121,13 +122,15 @@ class Checkpoints:
         """The newest step, None where there is no checkpoint."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, meta: dict[str, Any], extra: dict[str, dict[str, Any]] | None = None) -> None:
         """Writes ``state`` and the JSON object ``meta``, then removes all but the newest ``keep`` checkpoints.
+
+        extra: more items of named arrays beside the state's, each of which `restore_extra` reads alone.
 
         Until the new checkpoint is complete the others are untouched, and a failure leaves them so. A step that is
         there already is replaced. Raises `UserError` where the folder cannot be written or the disk is full.
         """
-        items = _split(state)
+        items = {**_split(state), **{name: arrays for name, arrays in (extra or {}).items() if arrays}}
         partial = self._directory / f"{step}{_PARTIAL}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -171,6 +174,23 @@ class Checkpoints:
         loaded = self._load(step, self._manifest(step), {_PARAMS: _flat(abstract_params)})
         return jax.tree.unflatten(jax.tree.structure(abstract_params), loaded[_PARAMS].values())
 
+    def restore_extra(self, step: int, item: str) -> dict[str, Any]:
+        """The arrays of an item that `save` was given as ``extra``, on the first device; none where there is no such item.
+
+        Raises `UserError` for a checkpoint that is missing or damaged.
+        """
+        manifest = self._manifest(step)
+        try:
+            described = manifest["arrays"].get(item, {})
+            abstract = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in described.items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{self._where(step)}: {_MANIFEST} is damaged") from error
+        return self._load(step, manifest, {item: abstract})[item] if abstract else {}
+
+    def described(self, step: int) -> dict[str, dict[str, Any]]:
+        """Shape and dtype of every array of every item, as ``{item: {name: [shape, dtype]}}``."""
+        return self._manifest(step)["arrays"]
+
     def meta(self, step: int) -> dict[str, Any]:
         """What `save` was given as ``meta``."""
         return self._manifest(step)["meta"]
@@ -196,7 +216,7 @@ class Checkpoints:
     def _load(self, step: int, manifest: dict[str, Any], abstract: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for item, flat in abstract.items():
             self._check_arrays(step, manifest["arrays"].get(item, {}), _described(flat))
-        self._check_files(step, manifest["files"], abstract)
+        self._check_files(step, manifest["files"], {_PARAMS, _REST, *manifest["arrays"]} - set(abstract))
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or device),
@@ -224,8 +244,7 @@ class Checkpoints:
             more = f" (and {len(wrong) - 1} more arrays differ)" if len(wrong) > 1 else ""
             raise UserError(f"{self._where(step)} is of another model: {wrong[0]}{more}")
 
-    def _check_files(self, step: int, files: dict[str, Any], items: dict[str, Any]) -> None:
-        unread = {_PARAMS, _REST} - set(items)
+    def _check_files(self, step: int, files: dict[str, Any], unread: set[str]) -> None:
         for name, checksum in files.items():
             if name.partition("/")[0] in unread:
                 continue

@@ -59,16 +59,21 @@ def tokenizer_from_json(text: str) -> Tokenizer:
 
     The JSON does not hold the rule that special tokens in text are text; `Tokenizer.from_str` alone would lose it.
     """
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        reason = " ".join(str(error).split())
-        raise UserError(f"tokenizer: found no tokenizer ({reason}), allowed is the JSON of a byte-level BPE") from error
+    tokenizer = foreign_tokenizer(text)
     found = [tokenizer.id_to_token(i) for i in range(len(SPECIAL_TOKENS))]
     if found != list(SPECIAL_TOKENS):
         raise UserError(f"tokenizer: found ids 0-2 = {found}, allowed is {list(SPECIAL_TOKENS)}")
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def foreign_tokenizer(text: str) -> Tokenizer:
+    """Any tokenizer's JSON, as a released checkpoint brings it; raises `UserError` when ``text`` is not one."""
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        reason = " ".join(str(error).split())
+        raise UserError(f"tokenizer: found no tokenizer ({reason}), allowed is the JSON of a byte-level BPE") from error
 
 
 def cache_root() -> Path:

@@ -11,6 +11,7 @@ import mmap
 import os
 import reprlib
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass, field
@@ -77,6 +78,10 @@ class SafetensorsFile:
     entries: dict[str, Entry] = field(repr=False)
     metadata: dict[str, str] = field(repr=False)
     _buffer: mmap.mmap = field(repr=False)
+    _descriptor: int = field(repr=False)
+
+    def __post_init__(self):
+        weakref.finalize(self, os.close, self._descriptor)
 
     def keys(self) -> KeysView[str]:
         """The tensors' names, in the order of their bytes."""
@@ -104,6 +109,26 @@ class SafetensorsFile:
                 raise _error(self.path, f"tensor {_short(name)}", f"the BOOL byte {stored.max()}", "0 or 1")
         return np.ndarray(shape, dtype, self._buffer, entry.start)
 
+    def read_into(self, out: np.ndarray, name: str, first: int = 0) -> None:
+        """Fills ``out``, a contiguous uint8 vector, with the bytes of ``name`` from its byte ``first`` on.
+
+        For large tensors, where filling memory of one's own by a system call costs less than faulting in the mapping
+        page by page. Raises `UserError` where the file has become shorter.
+        """
+        at, view = self.entries[name].start + first, memoryview(out)
+        while view:
+            count = os.preadv(self._descriptor, [view], at)
+            if not count:
+                raise _error(self.path, "file size, truncated since it was opened", f"{at} bytes", "what its header says")
+            at, view = at + count, view[count:]
+
+    def forget(self, name: str) -> None:
+        """Takes the pages of ``name`` out of this process's memory; reading them again maps them again."""
+        entry = self.entries[name]
+        start = entry.start - entry.start % mmap.PAGESIZE
+        if entry.stop > start:
+            self._buffer.madvise(mmap.MADV_DONTNEED, start, entry.stop - start)
+
 
 def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     """Maps the file at ``path`` and checks its whole header; reads no tensor.
@@ -124,8 +149,10 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
             if size < _LENGTH_BYTES:
                 raise _error(path, "file size", f"{size} bytes", f"{_LENGTH_BYTES} (the header's length) or more")
             buffer = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            descriptor = os.dup(file.fileno())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    opened = SafetensorsFile(path, {}, {}, buffer, descriptor)
     length = int.from_bytes(buffer[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise _error(path, "header length (is this a safetensors file?)", length, f"at most {MAX_HEADER_BYTES}")
@@ -137,7 +164,9 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     if expected != size:
         what = "file size, truncated" if size < expected else "file size, bytes after the last tensor"
         raise _error(path, what, f"{size} bytes", f"the {expected} its header says")
-    return SafetensorsFile(path, entries, metadata, buffer)
+    opened.entries.update(entries)
+    opened.metadata.update(metadata)
+    return opened
 
 
 def write_safetensors(
@@ -211,16 +240,22 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text}, which is not JSON")
 
 
+def json_object(path: Path, what: str, text: bytes) -> dict[str, Any]:
+    """The object in ``text``; `UserError` for anything but UTF-8 JSON of one object without repeated keys."""
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise _error(path, what, "too deep a nesting", "a JSON object") from None
+    except ValueError as error:
+        raise _error(path, what, f"{error}", "UTF-8 JSON without repeated keys") from None
+    if not isinstance(value, dict):
+        raise _error(path, what, _short(value), "a JSON object")
+    return value
+
+
 def _parse_header(path: Path, text: bytes, data_start: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """Entries in byte order, checked against each other but not against the file's size; and the metadata."""
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        raise _error(path, "header", "too deep a nesting", "a JSON object of tensors") from None
-    except ValueError as error:
-        raise _error(path, "header", f"{error}", "UTF-8 JSON without repeated keys") from None
-    if not isinstance(header, dict):
-        raise _error(path, "header", _short(header), "a JSON object")
+    header = json_object(path, "header", text)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(map(_is_text, (*metadata, *metadata.values()))):
         raise _error(path, _METADATA, _short(metadata), "a JSON object of Unicode strings")

@@ -122,6 +122,19 @@ def test_arrays_are_read_only_views_that_outlive_the_file(tmp_path):
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_ranges_of_bytes_and_a_file_that_shrinks(tmp_path):
+    path = tmp_path / "a.safetensors"
+    values = patterns(np.dtype(np.uint8), (3, 5000))
+    write_safetensors(path, {"a": values, "b": np.ones(3, np.float32)})
+    file, out = open_safetensors(path), np.empty(7000, np.uint8)
+    file.read_into(out, "a", 5000)
+    assert np.array_equal(out, values.reshape(-1)[5000:12000])
+    file.forget("a")
+    assert np.array_equal(file.array("a"), values)
+    os.truncate(path, file.entries["a"].start + 6000)
+    raises("truncated since it was opened: found ", file.read_into, out, "a", 5000)
+
+
 def test_reads_unaligned_unordered_and_packed_tensors(tmp_path):
     path = tmp_path / "a.safetensors"
     values = np.array([1.5, -2.0], np.float32)

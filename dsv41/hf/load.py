@@ -1,0 +1,297 @@
+"""Released weights into arrays: float32 masters or the stored form, placed straight into their shards (architecture §8, §14).
+
+Each process reads the bytes of its own shards, each of them once, and no more than one leaf is under way at a time.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from dsv41.errors import UserError
+from dsv41.hf.folder import ReleasedFolder
+from dsv41.hf.names import Slot, text_leaves
+from dsv41.hf.safetensors import DTYPES
+from dsv41.hf.stored import StoredWeight, decode, granule
+from dsv41.params import ParamSpec, TextParams, text_specs
+
+Form = Literal["masters", "stored"]
+ShardingRule = Callable[[ParamSpec], Sharding]
+Key = tuple[tuple[int, int], ...]  # start and stop on each axis
+Task = Callable[[], None]
+
+_PIECE_BYTES = 1 << 24
+_LARGE = 1 << 21
+_BF16, _F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+# What the reference holds otherwise than it is stored (§14), by the leaf's path.
+_HELD = {"wo_a": _BF16, "head": _F32, "compressor": _F32}
+
+
+def one_device(spec: ParamSpec) -> Sharding:
+    """The first device holds everything."""
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def fsdp(mesh: Mesh) -> ShardingRule:
+    """Each weight over all devices of a one-axis mesh, on the largest axis that they divide; else on each of them.
+
+    Axes whose shards hold whole granules of 32 come first, so that no scale is needed twice.
+    """
+    (axis,) = mesh.axis_names
+    count = mesh.size
+
+    def rule(spec: ParamSpec) -> Sharding:
+        axes = [n for n, size in enumerate(spec.shape) if size % (2 * count if n == len(spec.shape) - 1 else count) == 0]
+        whole = lambda n: spec.shape[n] // count % 32 == 0 or (spec.stacked and n == 0)  # noqa: E731
+        best = max(axes, key=lambda n: (whole(n), spec.shape[n]), default=None)
+        return NamedSharding(mesh, PartitionSpec(*(axis if n == best else None for n in range(len(spec.shape)))))
+
+    return rule
+
+
+def load_params(
+    folder: ReleasedFolder,
+    form: Form = "masters",
+    sharding: ShardingRule = one_device,
+    progress: Callable[[int], None] = lambda _: None,
+    threads: int | None = None,
+) -> TextParams:
+    """The text model's weights as `TextParams`, experts stacked.
+
+    masters: float32 (id tables int32), exact. stored: `StoredWeight` where the folder holds scales and the folder's own
+    dtype elsewhere, except for the reference's own transforms: wo_a as bfloat16, head and compressor as float32 (§14).
+    progress: called with the bytes read so far. Raises `UserError` for a weight with values that are not finite
+    (float32 tensors are taken as they are), for an id that int32 does not hold, and for a file cut short meanwhile.
+    """
+    leaves = []
+    with ThreadPoolExecutor(threads or max(4, os.cpu_count() or 1)) as pool:
+        for path, slots in text_slots(folder).items():
+            leaves.append(_leaf(folder, path, slots, form, sharding(slots[0].spec), pool))
+            progress(folder.bytes_read)
+    is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
+    return jax.tree.unflatten(jax.tree.structure(text_specs(folder.config), is_leaf=is_spec), leaves)
+
+
+def load_scales(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> dict[str, jax.Array]:
+    """The scale bytes, uint8 by leaf path and stacked as the leaf is, of every text leaf that is quantised throughout."""
+    with ThreadPoolExecutor(4) as pool:
+        return {
+            path: _scales(folder, slots, sharding(slots[0].spec), pool)
+            for path, slots in text_slots(folder).items()
+            if all(map(folder.quantized, slots))
+        }
+
+
+def load_carried(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> dict[str, jax.Array]:
+    """Every tensor outside the text model by its released name, byte for byte; dtypes of 8 bits and F4 as uint8."""
+    carried = {}
+    with ThreadPoolExecutor(4) as pool:
+        for slot in (s for s in folder.slots.values() if s.part != "text"):
+            place = sharding(slot.spec)
+            whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+            for name in folder.names(slot):
+                carried[name] = _raw(folder, [name], False, whole, pool)
+    return carried
+
+
+def text_slots(folder: ReleasedFolder) -> dict[str, list[Slot]]:
+    """The slots of each text leaf, in leaf order."""
+    leaves: dict[str, list[Slot]] = {path: [] for path in text_leaves(folder.config)}
+    for slot in folder.slots.values():
+        if slot.part == "text":
+            leaves[slot.path].append(slot)
+    return leaves
+
+
+def _leaf(folder: ReleasedFolder, path: str, slots: list[Slot], form: Form, sharding: Sharding, pool: Any) -> Any:
+    spec = slots[0].spec
+    held = next((dtype for part, dtype in _HELD.items() if part in path.split(".")), None)
+    if spec.stored == "i64":
+        held = np.dtype(np.int32)
+    found = {folder.entry(slot.weight.name).dtype for slot in slots}
+    if form == "stored" and held is None and len(found) == 1:
+        codes = _raw(folder, [slot.weight.name for slot in slots], spec.stacked, sharding, pool)
+        if not folder.quantized(slots[0]):
+            return codes
+        return StoredWeight(codes, _scales(folder, slots, sharding, pool), spec.stored, folder.tile)
+    dtype = np.dtype(spec.dtype) if form == "masters" or held is None else held
+    tables = [_table(folder, slot, sharding, spec) for slot in slots]
+    tasks = [partial(_decoded, folder, slot, table) for slot, table in zip(slots, tables, strict=True)]
+    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, pool)
+    for slot in slots:
+        for name in folder.names(slot):
+            folder.files[name].forget(name)
+    return array
+
+
+def _scales(folder: ReleasedFolder, slots: list[Slot], sharding: Sharding, pool: Any) -> jax.Array:
+    return _raw(folder, [slot.scale.name for slot in slots if slot.scale], slots[0].spec.stacked, sharding, pool)
+
+
+def _raw(folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Sharding, pool: Any) -> jax.Array:
+    """The tensors' own bytes, stacked or the only one; dtypes of 8 bits as uint8."""
+    view = folder.view(names[0])
+    shape, dtype = view.shape, view.dtype if view.dtype.itemsize > 1 else np.dtype(np.uint8)
+    shape = (len(names), *shape) if stacked else shape
+    tasks = [partial(_copied, folder, name) for name in names]
+    return _assemble(shape, dtype, stacked, _fit(sharding, shape), tasks, pool)
+
+
+def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """``sharding`` of a weight for an array of its layout but other sizes: whole on the axes that it does not divide."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    count = lambda axis: math.prod(sharding.mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))  # noqa: E731
+    kept = (axis if size % count(axis) == 0 else None for axis, size in zip(axes, shape, strict=True))
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept))
+
+
+def _assemble(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    stacked: bool,
+    sharding: Sharding,
+    tensors: list[Callable[[np.ndarray, Key], Iterator[Task]]],
+    pool: ThreadPoolExecutor,
+) -> jax.Array:
+    """An array whose distinct shards ``tensors`` fill, one an expert, each once however many devices hold it."""
+    owners: dict[Key, list[Any]] = {}
+    for device, key in _keys(sharding, shape):
+        owners.setdefault(key, []).append(device)
+    blocks = {key: _memory(tuple(stop - start for start, stop in key), dtype) for key in owners}
+    parts = [part for key, block in blocks.items() for part in _experts(block, key, stacked)]
+    tasks = [task for n, out, inner in parts for task in tensors[n](out, inner)]
+    for _ in pool.map(lambda task: task(), tasks):
+        pass
+    placed = [jax.device_put(blocks[key], device) for key, devices in owners.items() for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def _keys(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Key]]:
+    """This process's devices, and the range that each of them holds."""
+    indices = sharding.addressable_devices_indices_map(shape).items()
+    return [(d, tuple(part.indices(size)[:2] for part, size in zip(at or (), shape, strict=True))) for d, at in indices]
+
+
+def _memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory to fill; page-aligned where it is large, so that a CPU device takes it over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return np.empty(shape, dtype)
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Filling 4 GiB page by page of 4 KiB takes longer than reading them.
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _experts(block: np.ndarray, key: Key, stacked: bool) -> Iterator[tuple[int, np.ndarray, Key]]:
+    """The tensors that a block is made of: number, its part of the block, and the range inside the tensor."""
+    if not stacked:
+        yield 0, block, key
+        return
+    first, stop = key[0]
+    for n in range(first, stop):
+        yield n, block[n - first], key[1:]
+
+
+def _pieces(out: np.ndarray, key: Key) -> Iterator[tuple[np.ndarray, Key]]:
+    """A range cut along its first axis into parts of about `_PIECE_BYTES`."""
+    if not key:
+        yield out, key
+        return
+    (start, stop), rest = key[0], key[1:]
+    width = max(out.nbytes // max(len(out), 1), 1)
+    step = max(_PIECE_BYTES // width, 1)
+    for at in range(start, stop, step):
+        end = min(at + step, stop)
+        yield out[at - start : end - start], ((at, end), *rest)
+
+
+def _copied(folder: ReleasedFolder, name: str, out: np.ndarray, key: Key) -> Iterator[Task]:
+    """Tasks that copy a range of a tensor."""
+    shape = folder.view(name).shape
+    contiguous = all(part == (0, size) for part, size in zip(key[1:], shape[1:], strict=True))
+    for part, inner in _pieces(out, key):
+        yield partial(_copy, folder, name, contiguous, part, inner)
+
+
+def _copy(folder: ReleasedFolder, name: str, contiguous: bool, out: np.ndarray, key: Key) -> None:
+    if contiguous:
+        row = out.nbytes // max(len(out), 1) if key else 0
+        flat = np.ndarray((out.nbytes,), np.uint8, out)  # pyright: ignore
+        folder.files[name].read_into(flat, name, key[0][0] * row if key else 0)
+    else:
+        np.copyto(out, folder.view(name).view(out.dtype)[tuple(slice(*part) for part in key)])
+    folder.took(out.nbytes)
+
+
+Table = tuple[np.ndarray, tuple[int, int]]
+
+
+def _table(folder: ReleasedFolder, slot: Slot, sharding: Sharding, spec: ParamSpec) -> Table | None:
+    """The scales of all this process's shards of a weight, and the row and column they start at; None without scales."""
+    if slot.scale is None or not folder.quantized(slot):
+        return None
+    keys = [key for _, key in _keys(sharding, spec.shape)]
+    inner = [key[1:] for key in keys if key[0][0] <= slot.expert < key[0][1]] if slot.expert is not None else keys
+    if not inner:
+        return None
+    sizes = granule(spec.stored, folder.tile)
+    low = tuple(min(key[axis][0] for key in inner) // sizes[axis] for axis in (0, 1))
+    high = tuple(-(-max(key[axis][1] for key in inner) // sizes[axis]) for axis in (0, 1))
+    table = folder.view(slot.scale.name).view(np.uint8)[low[0] : high[0], low[1] : high[1]]
+    folder.took(table.nbytes)
+    return table, (low[0] * sizes[0], low[1] * sizes[1])
+
+
+def _decoded(folder: ReleasedFolder, slot: Slot, table: Table | None, out: np.ndarray, key: Key) -> Iterator[Task]:
+    """Tasks that turn a range of a weight into numbers of ``out``'s dtype."""
+    if table is not None:
+        for part, inner in _pieces(out, key):
+            yield partial(_scaled, folder, slot, table, part, inner)
+    elif DTYPES.get(folder.entry(slot.weight.name).dtype) == out.dtype:
+        yield from _copied(folder, slot.weight.name, out, key)
+    else:
+        for part, inner in _pieces(out, key):
+            yield partial(_plain, folder, slot, part, inner)
+
+
+def _plain(folder: ReleasedFolder, slot: Slot, out: np.ndarray, key: Key) -> None:
+    values = folder.view(slot.weight.name)[tuple(slice(*part) for part in key)]
+    folder.took(values.nbytes)
+    np.copyto(out, values, casting="unsafe")
+    if out.dtype == np.int32:
+        _need(bool((out == values).all()), folder, slot, "ids beyond int32")
+    elif slot.spec.stored != "f32":
+        _need(bool(np.isfinite(out).all()), folder, slot, "values that are not finite")
+
+
+def _scaled(folder: ReleasedFolder, slot: Slot, table: Table, out: np.ndarray, key: Key) -> None:
+    (scales, (row, column)), (rows, columns) = table, key
+    stored = slot.spec.stored
+    packed = 2 if stored == "fp4" else 1
+    _need(not columns[0] % packed and not columns[1] % packed, folder, slot, "shards of half a byte")
+    codes = folder.view(slot.weight.name).view(np.uint8)[slice(*rows), columns[0] // packed : columns[1] // packed]
+    folder.took(codes.nbytes)
+    high, wide = granule(stored, folder.tile)
+    scales = scales[(rows[0] - row) // high :, (columns[0] - column) // wide :]
+    target = out if out.dtype == np.float32 else None
+    values = decode(codes, scales, stored, folder.tile, target, ((rows[0] - row) % high, (columns[0] - column) % wide))
+    _need(bool(np.isfinite(values).all()), folder, slot, "values that are not finite")
+    if target is None:
+        np.copyto(out, values, casting="unsafe")
+
+
+def _need(ok: bool, folder: ReleasedFolder, slot: Slot, found: str) -> None:
+    if not ok:
+        raise UserError(f"{folder.files[slot.weight.name].path}: {slot.weight.name!r}: found {found}")
