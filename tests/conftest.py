@@ -14,8 +14,11 @@ import pytest
 assert "jax" not in sys.modules, "jax reads these variables when it is imported"
 ROOT = Path(__file__).parents[1]
 # By environment, so that processes which tests start have the same devices and share the compilation cache.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".lstrip()
+# Compiling takes most of the time, and LLVM's optimiser most of that: without it the tests take half as long. One test
+# holds the optimised code to the golden numbers.
+for flag in ("xla_force_host_platform_device_count=8", "xla_backend_optimization_level=0"):
+    if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}".lstrip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

@@ -24,11 +24,31 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
     assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
     assert "both" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
-    assert "no checkpoint" in _error(capsys, "generate", "--checkpoint", str(tmp_path))
+    assert "no checkpoint" in _error(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
     assert "steps" in _error(capsys, "train", "--steps", "-1", "--out", str(tmp_path / "run"))
     assert "max_seconds" in _error(capsys, "train", "--steps", "0", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     assert "data" in _error(capsys, "train", "--data", str(tmp_path / "gone"), "--out", str(tmp_path / "run"))
+
+
+def test_impossible_generation_is_one_line_before_any_work(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "empty.txt").write_text("\n\n")
+    for argv, message in (
+        ((), "prompt: found none"),
+        (("--prompts-file", str(tmp_path / "empty.txt")), "prompt: found none"),
+        (("--prompts-file", str(tmp_path / "gone.txt")), "cannot read"),
+        (("--prompts-file", str(tmp_path / "bad.jsonl")), "line 1"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature: found -1.0"),
+        (("--prompt", "x", "--temperature", "nan"), "temperature"),
+        (("--prompt", "x", "--top-p", "0"), "top_p: found 0.0"),
+        (("--prompt", "x", "--top-k", "-3"), "top_k: found -3"),
+        (("--prompt", "x", "--min-p", "1.5"), "min_p: found 1.5"),
+        (("--prompt", "x", "--seed", "-1"), "seed: found -1"),
+        (("--prompt", "x", "--max-new-tokens", "-1"), "max_new_tokens: found -1"),
+        (("--prompt", "x", "--stop", ""), "stop: found ''"),
+    ):
+        assert message in _error(capsys, "generate", "--checkpoint", str(tmp_path), *argv)
 
 
 def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """`dsv41.verify` on the golden files: passes as they are, names what was changed, refuses what it cannot read."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def model(tmp_path: Path) -> Path:
     """A copy of the model folder with the float32 case only."""
     folder = tmp_path / "model"
-    shutil.copytree(GOLDEN / "model_a", folder, ignore=shutil.ignore_patterns("quant_*"))
+    shutil.copytree(GOLDEN / "model_a", folder, ignore=shutil.ignore_patterns("quant_*", "decode_*"))
     return folder
 
 
@@ -30,6 +33,22 @@ def _change(file: Path, name: str, change: Callable[[np.ndarray], None]) -> None
     save_file(tensors, file)
 
 
+def test_a_changed_decode_step_is_found(tmp_path):
+    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*"))
+
+    def other(a: np.ndarray) -> None:
+        a[0, 2, 0] = 1 if a[0, 2, 0] != 1 else 0
+
+    def more(a: np.ndarray) -> None:
+        a[1, 3, 7] += 1e-2
+
+    case = tmp_path / "model" / "decode_fp32_p8_t20.safetensors"
+    _change(case, "step_logits", more)
+    _change(case, "step.layers.4.indexer.topk", other)
+    _change(case, "final.layers.6.main_kv", more)
+    assert _failed(tmp_path / "model") == (1, ["final.layers.6.main_kv", "step.layers.4.indexer.topk", "step_logits"])
+
+
 def _failed(folder: Path) -> tuple[int, list[str]]:
     report = folder.parent / "report.json"
     code = run([folder], report, [])
@@ -37,14 +56,24 @@ def _failed(folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_golden_files_pass(tmp_path, capsys):
+def test_golden_files_pass(tmp_path):
+    """By the command, in optimised code: this test's process compiles without LLVM's optimiser."""
     report = tmp_path / "report.json"
-    assert run([GOLDEN], report, []) == 0
-    lines = capsys.readouterr().out.splitlines()
+    command = [sys.executable, "-m", "dsv41.cli", "verify", str(GOLDEN), "--json", str(report)]
+    plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=plain, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    lines = done.stdout.splitlines()
     data = json.loads(report.read_text())
     assert lines[-1] == f"{data['passed']} passed, 0 failed, 0 skipped"
     assert len(lines) == len(data["rows"]) + 1 == data["passed"] + 1 > 500
-    assert {r["file"] for r in data["rows"]} >= {"fp32_len7.safetensors", "quant_len7.safetensors", "rope.safetensors"}
+    assert {r["file"] for r in data["rows"]} >= {
+        "fp32_len7.safetensors",
+        "quant_len7.safetensors",
+        "decode_fp32_p8_t20.safetensors",
+        "decode_quant_p1_t12.safetensors",
+        "rope.safetensors",
+    }
     assert not list(tmp_path.glob("*.partial"))
 
 
