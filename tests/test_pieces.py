@@ -17,7 +17,7 @@ from dsv41.params import ExpertParams, HyperConnection, count_parameters, init_p
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import MAIN_KV, e2m1_codes, e2m1_values, e4m3, fake_quant, pack, pack_nibbles, unpack, unpack_nibbles
 from dsv41.rope import layer_frequencies, rotate
-from tests.models import tiny_config, tiny_params
+from tests.models import close, tiny_config, tiny_params
 
 FLASH = preset("flash")
 
@@ -189,11 +189,10 @@ def test_poison_in_entries_nobody_selected_changes_nothing():
     ids = jnp.array([[[-1, -1], [0, -1], [0, 2]]], jnp.int32)
     poisoned = entries.at[:, jnp.array([1, 3, 4])].set(jnp.nan)
     for gather in (True, False):
-        base = attend(q, kv, entries, ids, jnp.zeros(2), layout, 4, gather)[0]
-        np.testing.assert_array_equal(attend(q, kv, poisoned, ids, jnp.zeros(2), layout, 4, gather)[0], base)
-    np.testing.assert_array_equal(
-        attend(q[:, :1], kv[:, :1], None, None, jnp.zeros(2), make_layout(layout.segments[:, :1]), 4)[0], base[:, :1]
-    )
+        base = attend(q, kv, entries, ids, jnp.zeros(2), layout, 4, gather=gather)[0]
+        np.testing.assert_array_equal(attend(q, kv, poisoned, ids, jnp.zeros(2), layout, 4, gather=gather)[0], base)
+    # The sums run over another number of rows.
+    close(attend(q[:, :1], kv[:, :1], None, None, jnp.zeros(2), make_layout(layout.segments[:, :1]), 4)[0], base[:, :1])
 
 
 def test_gathered_and_masked_attention_agree_in_values_and_gradients():
@@ -208,7 +207,7 @@ def test_gathered_and_masked_attention_agree_in_values_and_gradients():
         ids[b, t, : len(picked)] = picked
 
     def run(gather, q, kv, entries):
-        out, mass = attend(q, kv, entries, jnp.asarray(ids), jnp.array([0.3, -1.0]), layout, 4, gather)
+        out, mass = attend(q, kv, entries, jnp.asarray(ids), jnp.array([0.3, -1.0]), layout, 4, gather=gather)
         return jnp.sum(jnp.sin(out)), (out, mass)
 
     both = [jax.value_and_grad(run, argnums=(1, 2, 3), has_aux=True)(gather, q, kv, entries) for gather in (True, False)]
