@@ -24,7 +24,7 @@ from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
 
 CHUNKS = (16, 64, 256)  # widths of prefill chunks; a shorter rest is padded to the next one
 SMALLEST_CAPACITY = 64
-BLOCK = 8  # decode steps between two looks of the host
+BLOCK = 16  # decode steps between two looks of the host
 OnText = Callable[[int, str], None]
 
 

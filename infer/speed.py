@@ -14,7 +14,7 @@ from infer.sampling import Sampling
 CONTEXT = 256
 
 
-def measure(model: Model, batches: tuple[int, ...] = (1, 16), new_tokens: int = 32, repeats: int = 3) -> dict[str, Any]:
+def measure(model: Model, batches: tuple[int, ...] = (1, 16), new_tokens: int = 64, repeats: int = 5) -> dict[str, Any]:
     """Tokens a second of prefill and decode at a context of 256 random ids, medians, compiling left out.
 
     ``plain_decode``: the plain path, one forward pass over a buffer of 256 tokens for each new one.
