@@ -48,9 +48,21 @@ ENGRAM_ROW = Format("Engram row", "e4m3", "e8m0", 32, 448 * 2.0**-126)  # §8.6
 WEIGHT_TILE_FLOOR = 448 * 2.0**-126
 
 
+def round_e4m3(x: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
+    """The E4M3 number nearest to ``x``, ties to even, saturating, as float32.
+
+    By arithmetic: XLA drops a conversion there and back where it may keep excess precision, as it does on GPU.
+    """
+    x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
+    # Three mantissa bits; below 2**-6 the numbers are multiples of 2**-9.
+    step = lax.bitcast_convert_type((jnp.maximum(exponent, 127 - 6) - 3) << 23, jnp.float32)
+    return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+
+
 def e4m3(x: Float32[Array, "*s"]) -> Array:
-    """Rounds to nearest even, saturating; the bare cast gives NaN above 464."""
-    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    """`round_e4m3` in E4M3's own dtype; the bare cast gives NaN above 464."""
+    return round_e4m3(x).astype(jnp.float8_e4m3fn)
 
 
 def power_of_two_exponent(x: Float32[Array, "*s"]) -> Int[Array, "*s"]:

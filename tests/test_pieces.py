@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from dsv41.moe import grouped_experts, route
 from dsv41.numerics import rms_norm, sink_softmax, swiglu
 from dsv41.params import ExpertParams, HyperConnection, count_parameters, init_params, spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token, layer_plans
-from dsv41.quant import MAIN_KV, e2m1_codes, e2m1_values, e4m3, fake_quant, pack, pack_nibbles, unpack, unpack_nibbles
+from dsv41.quant import MAIN_KV, e2m1_codes, e2m1_values, e4m3, fake_quant, pack, pack_nibbles, round_e4m3, unpack, unpack_nibbles
 from dsv41.rope import layer_frequencies, rotate
 from tests.models import close, tiny_config, tiny_params
 
@@ -85,6 +86,17 @@ def test_e2m1_ties_go_to_the_even_code():
     want = np.array([0, 1, 1, 2, 2, 4, 4, 6, 6], np.float32)
     np.testing.assert_array_equal(e2m1_values(e2m1_codes(x)), want)
     np.testing.assert_array_equal(e2m1_values(e2m1_codes(-x)), -want)
+
+
+@pytest.mark.pitfall("F1", "F2")
+def test_e4m3_rounds_by_arithmetic_as_the_cast_does():
+    """So that nothing is left to drop for a compiler that skips a conversion there and back."""
+    x = np.arange(0, 1 << 32, 9973, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = x[np.isfinite(x)]
+    want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    got = np.asarray(round_e4m3(jnp.asarray(x)))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 
 
 @pytest.mark.pitfall("F2", "F3")
