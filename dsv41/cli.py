@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import tyro
 
 from dsv41.errors import UserError
 
-_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -221,11 +222,12 @@ def _prompts(args: Generate) -> list[str]:
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
-            lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+            # Not splitlines, which also cuts at form feeds and Unicode's own separators.
+            lines = args.prompts_file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"prompts_file: cannot read {str(args.prompts_file)!r}: {error}") from None
         lines = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
-        prompts += [_json_prompt(n, line) if args.prompts_file.suffix == ".jsonl" else line for n, line in lines]
+        prompts += [_json_prompt(n, line) if args.prompts_file.suffix.lower() == ".jsonl" else line for n, line in lines]
     if not prompts:
         raise UserError("prompt: found none, allowed is one --prompt or more, or --prompts-file")
     return prompts
@@ -356,6 +358,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _SYSTEM_ERRORS:
             raise
         return _fail(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}")
     except KeyboardInterrupt:
         print("dsv41: interrupted", file=sys.stderr)
         return 130
@@ -368,6 +372,13 @@ def _fail(message: str) -> int:
 
 def main() -> None:
     """The entry point."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # Ends as an exception does, so that what is half-written is cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(run())
 
 

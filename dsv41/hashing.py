@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 ArrayLike = jax.Array | np.ndarray
+MAX_COLUMNS = 256  # rows that a token may read of a table; the release reads 24
 MAX_PRIME = 2**31 - 1  # the modular reduction below keeps 2·remainder in uint32
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 from dsv41.config import ConfigError, ModelConfig, VisionConfig
-from dsv41.hashing import MAX_PRIME, table_primes
+from dsv41.hashing import MAX_COLUMNS, MAX_PRIME, table_primes
 from dsv41.quant import ACTIVATION, EXPERT_WEIGHT, INDEX_KEY, MAIN_KV, WINDOW_KV
 
 
@@ -157,6 +157,10 @@ def _engram(c: ModelConfig) -> None:
     _need(size <= c.vocab_size, "engram_compressed_vocab_size", size, allowed)
     allowed = f"a token id, 0..{c.vocab_size - 1}"
     _need(0 <= c.engram_pad_token_id < c.vocab_size, "engram_pad_token_id", c.engram_pad_token_id, allowed)
+    columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads
+    allowed = f"at most {MAX_COLUMNS} rows a token, (engram_max_ngram_size - 1) x engram_n_heads"
+    # Before the search for as many primes.
+    _need(columns <= MAX_COLUMNS, "engram_n_heads", f"{c.engram_n_heads} ({columns} rows)", allowed)
     primes = table_primes(count, c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size)
     for layer, rows, row_primes in zip(c.engram_layer_ids, c.engram_num_embeddings, primes, strict=True):
         total = sum(row_primes)

@@ -196,22 +196,34 @@ def _order(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
+def _prefill_length(file: Path, value: np.ndarray | None, time: int) -> int:
+    if value is None or value.ndim or value.dtype.kind not in "iu" or not 1 <= value < time:
+        found = "none" if value is None else value.tolist()
+        raise UserError(f"{file}: prefill_len: found {found}, allowed is a whole number from 1 to {time - 1}")
+    return int(value)
+
+
 def _run_case(file: Path, config: ModelConfig, params: TextParams, token_map: jax.Array, fragile: bool) -> Iterator[Row]:
     """Rows of a full-sequence case: end to end, or layer by layer from the recorded inputs where it is fragile."""
     want = read_tensors(file)
-    if "input_ids" not in want or want["input_ids"].ndim != 2:
-        raise UserError(f"{file}: holds no input_ids [batch, length]")
-    ids = want["input_ids"] = want["input_ids"].astype(np.int32)
-    if ids.size and not (ids.min() >= 0 and ids.max() < config.vocab_size):
-        raise UserError(f"{file}: input_ids go up to {ids.max()}, allowed are 0 to {config.vocab_size - 1}")
+    ids = want.get("input_ids")
+    if ids is None or ids.ndim != 2 or not ids.size or ids.dtype.kind not in "iu":
+        found = "none" if ids is None else f"{ids.dtype} {ids.shape}"
+        raise UserError(f"{file}: input_ids: found {found}, allowed are whole numbers [batch, length], not empty")
+    if not (ids.min() >= 0 and ids.max() < config.vocab_size):
+        raise UserError(f"{file}: input_ids: found {ids.min()} to {ids.max()}, allowed are 0 to {config.vocab_size - 1}")
+    ids = want["input_ids"] = ids.astype(np.int32)
     on = "quant" in file.stem
     policy = Policy(quantize_main_kv=on, quantize_index=on, quantize_window=on)
     if file.stem.startswith("decode_"):
-        prefill = int(want.pop("prefill_len"))
+        prefill = _prefill_length(file, want.pop("prefill_len", None), ids.shape[1])
         want.pop(_INFORMATION, None)
         got = decode_taps(params, config, policy, ids, prefill, token_map)
     elif fragile:
-        got, want = layer_taps(params, config, policy, want, token_map)
+        try:
+            got, want = layer_taps(params, config, policy, want, token_map)
+        except KeyError as error:
+            raise UserError(f"{file}: holds no {error}, which a case in {FRAGILE} needs") from None
     else:
         got = jax.device_get(_taps(params, config, policy, jnp.asarray(ids), token_map))
     del want["input_ids"]
@@ -233,6 +245,8 @@ def _model_rows(folder: Path, skip: Callable[[str], bool]) -> Iterator[Row]:
     if not cases and not others:
         raise UserError(f"{folder}: no case files; allowed are fp32_len*, quant_len*, decode_*, dspark_*, vision_*")
     fragile = read_json(folder / FRAGILE) if (folder / FRAGILE).exists() else []
+    if not isinstance(fragile, list) or not all(isinstance(name, str) for name in fragile):
+        raise UserError(f"{folder / FRAGILE}: allowed is a list of file names")
     params = load_params(open_folder(folder, parts=("text",), config=config))
     token_map = jnp.asarray(_token_map(folder, config))
     for file in cases:
@@ -262,8 +276,10 @@ def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:
             raise UserError(f"{folder}: no {TOKEN_MAP}, which the Engram layers need")
         return np.zeros(config.vocab_size, np.int32)
     values = read_json(file)
-    if not isinstance(values, list) or len(values) != config.vocab_size or not all(type(v) is int for v in values):
-        raise UserError(f"{file}: allowed is a list of {config.vocab_size} whole numbers")
+    classes = config.engram_compressed_vocab_size
+    whole = isinstance(values, list) and all(type(v) is int and 0 <= v < classes for v in values)
+    if not whole or len(values) != config.vocab_size:
+        raise UserError(f"{file}: allowed is a list of {config.vocab_size} whole numbers from 0 to {classes - 1}")
     return np.asarray(values, np.int32)
 
 
@@ -338,6 +354,7 @@ def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
         partial_file.write_text(json.dumps({"rows": plain, **counts}, indent=1) + "\n", encoding="utf-8")
         partial_file.replace(file)
     except OSError as error:
+        partial_file.unlink(missing_ok=True)
         raise UserError(f"json: cannot write {str(file)!r}: {error}") from None
 
 

@@ -207,3 +207,5 @@ def unit_rows(file: Path) -> Iterator[Row]:
             yield from _CHECKS[file.name](file.name, read_tensors(file))
     except KeyError as error:
         raise UserError(f"{file}: holds no {error}") from None
+    except (ValueError, TypeError, IndexError) as error:
+        raise UserError(f"{file}: its tensors do not fit together: {str(error).splitlines()[0][:200]}") from None

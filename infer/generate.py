@@ -245,7 +245,11 @@ class Generator:
         return last, cache
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the text's ids; raises `UserError` for empty text."""
+        """BOS and the text's ids; raises `UserError` for empty text and for text that is not Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"prompt: found {text[:40]!a}, allowed is valid Unicode text") from None
         ids = self.model.tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:
             raise UserError("prompt: found nothing, allowed is text of at least one token")

@@ -39,8 +39,9 @@ def load_model(run: Path) -> Model:
         # A folder that dsv41 convert made has no run.json, and the tokenizer of its source.
         read = tokenizer_from_json if (run / "run.json").exists() else foreign_tokenizer
         tokenizer = read(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"checkpoint: cannot read {str(file)!r} ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest)
 

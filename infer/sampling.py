@@ -57,6 +57,8 @@ class Sampling:
         _check_range("seed", self.seed, 0, _UINT32_MAX)
         _check_range("max_new_tokens", self.max_new_tokens, 0, None)
         for text in self.stop:
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise UserError(f"stop: found {text[:40]!a}, allowed is valid Unicode text")
             if not text:
                 raise UserError("stop: found '', allowed is text of at least one character; leave stop empty for none")
         for token in self.stop_ids:

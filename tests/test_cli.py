@@ -3,6 +3,8 @@
 import dataclasses
 import errno
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -23,6 +25,7 @@ def _error(capsys, *argv: str) -> str:
 def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
     assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
+    assert "File name too long" in _error(capsys, "verify", "x" * 5000)
     assert "both" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
     assert "no checkpoint" in _error(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
     assert "steps" in _error(capsys, "train", "--steps", "-1", "--out", str(tmp_path / "run"))
@@ -47,8 +50,24 @@ def test_impossible_generation_is_one_line_before_any_work(capsys, tmp_path):
         (("--prompt", "x", "--seed", "-1"), "seed: found -1"),
         (("--prompt", "x", "--max-new-tokens", "-1"), "max_new_tokens: found -1"),
         (("--prompt", "x", "--stop", ""), "stop: found ''"),
+        (("--prompt", "x", "--stop", "\udcff"), "allowed is valid Unicode"),
     ):
         assert message in _error(capsys, "generate", "--checkpoint", str(tmp_path), *argv)
+
+
+def test_a_prompts_file_has_a_prompt_a_line_and_no_other_cuts(tmp_path):
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.JSONL"
+    plain.write_text("\ufeffa\u2028b\x0cc\n\nd\r\n", encoding="utf-8")
+    lines.write_text('"a\u2028b"\n{"prompt": "c"}\n', encoding="utf-8")
+    assert cli._prompts(cli.Generate(tmp_path, prompts_file=plain)) == ["a\u2028b\x0cc", "d"]
+    assert cli._prompts(cli.Generate(tmp_path, prompts_file=lines)) == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize("closing", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_closed_streams_are_no_traceback(closing):
+    command = f"{sys.executable} -m dsv41.cli plan --preset toy {closing}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):

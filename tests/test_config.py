@@ -107,6 +107,14 @@ def test_any_value_is_taken_or_refused_by_name(name, value):
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("name", ["engram_n_heads", "engram_max_ngram_size"])
+def test_no_endless_search_for_primes(name):
+    data = to_released(preset("toy"))
+    data["text_config"][name] = 10**9
+    with pytest.raises(ConfigError, match="at most 256 rows a token"):
+        from_released(data)
+
+
 def test_replace_validates_again():
     with pytest.raises(ConfigError, match="hidden_size"):
         replace(FLASH, hidden_size=100)

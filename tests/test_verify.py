@@ -49,6 +49,17 @@ def test_a_changed_decode_step_is_found(tmp_path):
     assert _failed(tmp_path / "model") == (1, ["final.layers.6.main_kv", "step.layers.4.indexer.topk", "step_logits"])
 
 
+@pytest.mark.parametrize("value", [None, 0, 20, -3, [3, 4], 2.5])
+def test_an_impossible_prefill_length_is_one_error(tmp_path, value):
+    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*"))
+    case = tmp_path / "model" / "decode_fp32_p8_t20.safetensors"
+    tensors = load_file(case)
+    del tensors["prefill_len"]
+    save_file(tensors if value is None else {**tensors, "prefill_len": np.asarray(value)}, case)
+    with pytest.raises(UserError, match=r"prefill_len: found .* from 1 to 19"):
+        run([tmp_path / "model"], None, [])
+
+
 def _failed(folder: Path) -> tuple[int, list[str]]:
     report = folder.parent / "report.json"
     code = run([folder], report, [])

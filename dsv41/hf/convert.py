@@ -86,6 +86,9 @@ class ConvertOptions:
 def convert(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
     """Converts, or prints the plan; the direction follows from what ``src`` is. Raises `UserError` for bad input."""
     src = options.src
+    known = (src / CHECKPOINTS).is_dir() or (src / "config.json").exists()
+    if known and src.resolve() in options.dst.resolve().parents:
+        raise UserError(f"{options.dst}: found a folder inside the source, allowed is one outside {src}")
     if (src / CHECKPOINTS).is_dir():
         _export(options, checkpoints)
     elif (src / "config.json").exists():

@@ -6,6 +6,7 @@ A folder appears whole under its name or not at all. The same weights give the s
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,11 +171,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: found something there, allowed is a new or empty folder")
-    partial = path.absolute().with_name(path.absolute().name + ".partial")
+    path = path.resolve()
+    # A name of its own: nothing that stands there already is ours to clear away.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        # What a killed run left.
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
         partial.replace(path)

@@ -65,7 +65,7 @@ def test_nothing_is_left_of_a_failure(tmp_path, error):
 
 def test_new_folder(tmp_path):
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "of a killed run").touch()
+    (tmp_path / "out.partial" / "somebody's").touch()
     (tmp_path / "out").mkdir()
     with new_folder(tmp_path / "out") as folder:
         (folder / "x").touch()
@@ -73,7 +73,8 @@ def test_new_folder(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["x"]
     with pytest.raises(UserError, match="found something there, allowed is a new or empty folder"), new_folder(tmp_path / "out"):
         pytest.fail("went on")
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial" / "somebody's").exists()
     with pytest.raises(UserError, match="y: cannot be written: "), new_folder(tmp_path / "out" / "x" / "y"):
         pytest.fail("went on")
 
