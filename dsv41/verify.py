@@ -188,7 +188,7 @@ def _compare(file: str, name: str, got: np.ndarray, want: np.ndarray, config: Mo
         return compare_ids(file, name, got, want, as_sets=kind == "indexer.topk")
     if quantized and kind in _FORMATS:
         return compare_codes(file, name, got, want, _FORMATS[kind])
-    tolerance = DECODE_LOGITS_TOLERANCE if name == "step_logits" else QUANT_TOLERANCE
+    tolerance = DECODE_LOGITS_TOLERANCE if name.endswith("_logits") else QUANT_TOLERANCE
     return compare_floats(file, name, got, want, tolerance if quantized else FP32_TOLERANCE)
 
 

@@ -1,0 +1,85 @@
+"""Which implementation of an op runs, and why.
+
+An op is a folder of this package: ``api.py`` its public function, ``reference.py`` the plain form, ``gpu.py`` and ``tpu.py``
+the kernels, ``cases.py`` the shapes that tests and benchmarks share. Every implementation module has ``run``, of one
+signature; a kernel also has ``refusal``, of the same signature, which reads shapes and dtypes only and gives the reason
+why the kernel cannot take them, or None.
+"""
+
+import importlib
+import logging
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+
+Impl = Literal["auto", "reference", "gpu", "tpu"]
+OPS = ("mega_mhc", "sparse_attention")
+_BACKENDS = {"gpu": "gpu", "tpu": "tpu"}  # kernel -> the backend that it is for
+_log = logging.getLogger(__name__)
+
+
+class Refused(ValueError):
+    """A named implementation cannot run here, or not on these arguments."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that runs, and why each one ahead of it in the order does not."""
+
+    op: str
+    impl: str
+    refusals: dict[str, str]
+
+
+def module(op: str, name: str) -> ModuleType:
+    """``name`` of an op's folder; kernels are imported only where they are asked for."""
+    return importlib.import_module(f"kernels_pallas.{op}.{name}")
+
+
+def _refusal(op: str, impl: str, backend: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    if impl == "reference":
+        return None
+    if backend != _BACKENDS[impl]:
+        return f"the backend is {backend}"
+    try:
+        kernel = module(op, impl)
+    except ModuleNotFoundError:
+        return "not written"
+    except ImportError as error:
+        return f"cannot be imported: {error}"
+    return kernel.refusal(*args, **kwargs)
+
+
+@cache
+def _say_once(op: str, impl: str, reason: str) -> None:
+    _log.warning("%s runs its reference, not its %s kernel: %s", op, impl, reason)
+
+
+def choose(op: str, impl: Impl, *args: Any, backend: str | None = None, **kwargs: Any) -> Choice:
+    """What ``impl`` means for these arguments (arrays or their shapes). `Refused` when a named one cannot run."""
+    backend = jax.default_backend() if backend is None else backend
+    backend = {"cuda": "gpu"}.get(backend, backend)
+    if impl != "auto":
+        reason = _refusal(op, impl, backend, args, kwargs)
+        if reason is not None:
+            raise Refused(f"{op}: impl: found {impl!r}, which cannot run: {reason}")
+        return Choice(op, impl, {})
+    refusals: dict[str, str] = {}
+    for name in _BACKENDS:
+        reason = _refusal(op, name, backend, args, kwargs)
+        if reason is None:
+            return Choice(op, name, refusals)
+        refusals[name] = reason
+    return Choice(op, "reference", refusals)
+
+
+def call(op: str, impl: Impl, *args: Any, **kwargs: Any) -> Any:
+    """Runs the chosen implementation; where `auto` falls back on an accelerator it says so once."""
+    choice = choose(op, impl, *args, **kwargs)
+    own = jax.default_backend()
+    if choice.impl == "reference" and impl == "auto" and own in choice.refusals:
+        _say_once(op, own, choice.refusals[own])
+    return module(op, choice.impl).run(*args, **kwargs)
