@@ -1,0 +1,142 @@
+"""Time of each kernel on its real shapes, beside its floor and its peers, on random data with a cold L2.
+
+Device time of the kernels that a call launches, as the profiler reports it (no launch gaps). Between two calls a buffer larger
+than the L2 is written. Bytes and FLOPs are those that the op cannot avoid (`cases.cost`); the floor is the larger of bytes over
+the measured copy rate and FLOPs over the measured rate of a large bf16 product.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import registry
+
+REPEATS = 9
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass
+class Timing:
+    """Microseconds of one implementation on one case; error: largest difference to the reference over its largest value."""
+
+    op: str
+    case: str
+    name: str
+    median: float
+    low: float
+    high: float
+    kernels: int
+    bytes: int
+    flops: int
+    floor: float = 0.0
+    error: float | None = None
+    note: str = ""
+    device: dict[str, Any] = field(default_factory=dict)
+
+
+class Clock:
+    """Measures calls on this device and knows its two ceilings."""
+
+    def __init__(self) -> None:
+        from jax.experimental.mosaic.gpu import profiler
+
+        self._measure = profiler.measure
+        self._flush = jax.jit(lambda x: x + jnp.uint32(1))
+        self._buffer = jnp.zeros((FLUSH_BYTES // 4,), jnp.uint32)
+        n, m = 1 << 28, 8192
+        words = jnp.arange(n, dtype=jnp.uint32)
+        copy = self.time(jax.jit(lambda x: x ^ jnp.uint32(1)), (words,))[0]
+        a, b = (jax.random.normal(jax.random.key(i), (m, m), jnp.bfloat16) for i in range(2))
+        product = self.time(jax.jit(lambda a, b: a @ b), (a, b))[0]
+        self.bytes_per_us, self.flops_per_us = 2 * 4 * n / copy, 2 * m**3 / product
+
+    def time(self, call: Callable, args: tuple, repeats: int = REPEATS) -> tuple[float, float, float, int]:
+        """Median, least and most device microseconds, and kernels a call."""
+        jax.block_until_ready(call(*args))
+        measured, spans, count = self._measure(call, aggregate=False), [], 0
+        for _ in range(repeats):
+            self._buffer = jax.block_until_ready(self._flush(self._buffer))
+            out, kernels = measured(*args)
+            jax.block_until_ready(out)
+            spans.append(1e3 * sum(ms for _, ms in kernels or []))
+            count = len(kernels or [])
+        return statistics.median(spans), min(spans), max(spans), count
+
+    def floor(self, cost: tuple[int, int]) -> float:
+        """Microseconds that ``cost`` (bytes, FLOPs) takes at the ceilings."""
+        return max(cost[0] / self.bytes_per_us, cost[1] / self.flops_per_us)
+
+
+def _error(got: Any, want: Any) -> float:
+    worst = 0.0
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        finite = jnp.isfinite(w)
+        if not bool(jnp.all(jnp.isfinite(g) == finite)):
+            return float("nan")
+        largest = jnp.max(jnp.where(finite, jnp.abs(w), 0))
+        worst = max(worst, float(jnp.max(jnp.where(finite, jnp.abs(g - w), 0)) / jnp.where(largest > 0, largest, 1)))
+    return worst
+
+
+def bench_op(op: str, clock: Clock, only: str = "") -> list[Timing]:
+    """Every implementation and peer of ``op`` on its real cases whose name contains ``only``."""
+    cases = registry.module(op, "cases")
+    results = []
+    for name, case in cases.REAL.items():
+        if only not in name:
+            continue
+        args, kwargs = cases.arguments(case), cases.options(case)
+        reference = jax.jit(lambda *a, kwargs=kwargs: registry.module(op, "reference").run(*a, **kwargs))
+        want = jax.block_until_ready(reference(*args))
+        runs: dict[str, Callable] = {"XLA": reference}
+        runs["ours"] = jax.jit(lambda *a, kwargs=kwargs: registry.module(op, "gpu").run(*a, **kwargs))
+        runs |= cases.peers(case)
+        cost = cases.cost(case)
+        for label, run in runs.items():
+            try:
+                error = _error(run(*args), want)
+                median, low, high, kernels = clock.time(run, args)
+            except Exception as problem:  # noqa: BLE001 - one implementation that fails must not end the run
+                text = str(problem).strip().splitlines() or [type(problem).__name__]
+                results.append(Timing(op, name, label, 0, 0, 0, 0, *cost, note=f"{type(problem).__name__}: {text[-1][:160]}"))
+            else:
+                results.append(Timing(op, name, label, median, low, high, kernels, *cost, clock.floor(cost), error))
+            print(line(results[-1]), flush=True)
+    return results
+
+
+def line(t: Timing) -> str:
+    """One result as a row of text."""
+    head = f"{t.op:17} {t.case:30} {t.name:24}"
+    if t.note:
+        return f"{head} {t.note}"
+    rate = f"{t.bytes / t.median / 1e6:5.2f} TB/s {t.flops / t.median / 1e6:5.0f} TFLOP/s"
+    share = f"floor {t.floor:7.1f} ratio {t.median / t.floor:5.2f}"
+    return f"{head} {t.median:8.1f} us ({t.low:.1f}-{t.high:.1f}) {t.kernels:2} kernels {rate} {share} error {t.error:.1e}"
+
+
+def main(ops: list[str], out: Path | None) -> None:
+    """Benches ``ops`` and writes ``out``."""
+    clock = Clock()
+    device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+    device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
+    print(device, flush=True)
+    results = [t for op in ops for t in bench_op(op, clock)]
+    if out is not None:
+        text = json.dumps({"device": device, "results": [asdict(t) for t in results]}, indent=1)
+        temporary = out.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.rename(out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:] or list(registry.OPS), Path(sys.argv[1]))
