@@ -1,14 +1,18 @@
 """Reading speed of released weights beside `cat FILE > /dev/null` on the same cached file, and peak memory.
 
-read: every tensor opened, checked and viewed, every byte touched. load: into arrays of their own, which on a CPU is bound
-by the kernel's clearing of fresh memory.
+Rows: read in place (every tensor opened, checked and viewed, every byte touched), own arrays (`load_params` into memory
+that does not depend on the file), and their floor, the same bytes copied by as many threads into fresh memory and nothing
+else. Fresh memory is cleared by the kernel; a virtual machine that gives freed memory back to its host also waits for the
+host at the first touch. So rounds differ severalfold in both of the latter, and best and median are told apart.
 One layer at the release's widths, its experts so many that the file has about 4 GiB; FP4 and FP8 stay in the stored form.
 Run: python -m bench.read_speed [FILE.json [FOLDER]]    (FOLDER: where the file may lie for a while)
 """
 
 import json
+import mmap
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,8 +28,8 @@ from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.names import released_tensors
 
-EXPERTS, ROUNDS = 228, 5
-_CHUNK = 1 << 26
+EXPERTS, ROUNDS = 228, 9
+_CHUNK, _PIECE = 1 << 26, 1 << 24
 _FINITE = np.uint8(0x7E)  # the bits that make no NaN or infinity of any dtype here
 
 
@@ -95,6 +99,25 @@ def read(folder: Path) -> float:
     return time.perf_counter() - began
 
 
+def fill(file: Path) -> float:
+    """Seconds to copy the file's bytes into fresh memory."""
+    size = file.stat().st_size
+    began = time.perf_counter()
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    with open(file, "rb", buffering=0) as stream, memoryview(buffer) as view, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def copy(at: int) -> None:
+            stop = min(at + _PIECE, size)
+            while at < stop:
+                at += os.preadv(stream.fileno(), [view[at:stop]], at)
+
+        for _ in pool.map(copy, range(0, size, _PIECE)):
+            pass
+    return time.perf_counter() - began
+
+
 def load(folder: Path) -> tuple[float, int]:
     """Seconds from an unopened folder to arrays on the device, and their bytes."""
     began = time.perf_counter()
@@ -111,29 +134,33 @@ def main() -> None:
         file = write_random(folder)
         size = file.stat().st_size
         cat(file)
-        before = memory("VmRSS")
+        before, began_load = memory("VmRSS"), os.getloadavg()[0]
         rounds, peak, held = [], 0, 0
         for _ in range(ROUNDS):
             loaded, held = load(folder)
             # Of the first load alone: afterwards the mapped file counts too.
             peak = peak or memory("VmHWM") - before
-            row = {"cat_seconds": cat(file), "read_seconds": read(folder), "load_seconds": loaded}
-            rounds.append({name: round(seconds, 3) for name, seconds in row.items()})
+            row = {"cat": cat(file), "read_in_place": read(folder), "own_arrays": loaded, "own_arrays_floor": fill(file)}
+            rounds.append({f"{name}_seconds": round(seconds, 3) for name, seconds in row.items()})
             print(rounds[-1], flush=True)
-    best = {key: min(r[key] for r in rounds) for key in rounds[0]}
+    shares = {}
+    for what, of in (("best", min), ("median", statistics.median)):
+        seconds = {name: of([r[name] for r in rounds]) for name in rounds[0]}
+        for name in ("read_in_place", "own_arrays", "own_arrays_floor"):
+            shares[f"{name}_share_of_cat_{what}"] = round(seconds["cat_seconds"] / seconds[f"{name}_seconds"], 3)
     report = {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        "load_average": [round(began_load, 2), round(os.getloadavg()[0], 2)],
         "file_bytes": size,
         "rounds": rounds,
-        "read_share_of_cat": round(best["cat_seconds"] / best["read_seconds"], 3),
-        "load_share_of_cat": round(best["cat_seconds"] / best["load_seconds"], 3),
-        "load_peak_bytes_beyond_tensors": peak - held,
+        **shares,
+        "own_arrays_peak_bytes_beyond_tensors": peak - held,
     }
-    print({name: report[name] for name in report if "share" in name or "peak" in name})
+    print({name: report[name] for name in report if "share" in name or "peak" in name or "average" in name})
     if len(sys.argv) > 1:
         out = Path(sys.argv[1])
         out.parent.mkdir(parents=True, exist_ok=True)

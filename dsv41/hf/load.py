@@ -6,8 +6,10 @@ Each process reads the bytes of its own shards, each of them once, and no more t
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -27,8 +29,11 @@ Form = Literal["masters", "stored"]
 ShardingRule = Callable[[ParamSpec], Sharding]
 Key = tuple[tuple[int, int], ...]  # start and stop on each axis
 Task = Callable[[], None]
+Run = Callable[[Iterable[Task]], None]  # to the end of all of them
 
 _PIECE_BYTES = 1 << 24
+# Decoding makes temporary arrays: in this size they stay in a core's cache, and no fresh memory is cleared for them.
+_DECODE_BYTES = 1 << 19
 _LARGE = 1 << 21
 _BF16, _F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 # What the reference holds otherwise than it is stored (§14), by the leaf's path.
@@ -72,9 +77,9 @@ def load_params(
     (float32 tensors are taken as they are), for an id that int32 does not hold, and for a file cut short meanwhile.
     """
     leaves = []
-    with ThreadPoolExecutor(threads or max(4, os.cpu_count() or 1)) as pool:
+    with _workers(threads or os.cpu_count() or 1) as run:
         for path, slots in text_slots(folder).items():
-            leaves.append(_leaf(folder, path, slots, form, sharding(slots[0].spec), pool))
+            leaves.append(_leaf(folder, path, slots, form, sharding(slots[0].spec), run))
             progress(folder.bytes_read)
     is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
     return jax.tree.unflatten(jax.tree.structure(text_specs(folder.config), is_leaf=is_spec), leaves)
@@ -82,9 +87,9 @@ def load_params(
 
 def load_scales(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> dict[str, jax.Array]:
     """The scale bytes, uint8 by leaf path and stacked as the leaf is, of every text leaf that is quantised throughout."""
-    with ThreadPoolExecutor(4) as pool:
+    with _workers(os.cpu_count() or 1) as run:
         return {
-            path: _scales(folder, slots, sharding(slots[0].spec), pool)
+            path: _scales(folder, slots, sharding(slots[0].spec), run)
             for path, slots in text_slots(folder).items()
             if all(map(folder.quantized, slots))
         }
@@ -93,12 +98,12 @@ def load_scales(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> 
 def load_carried(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> dict[str, jax.Array]:
     """Every tensor outside the text model by its released name, byte for byte; dtypes of 8 bits and F4 as uint8."""
     carried = {}
-    with ThreadPoolExecutor(4) as pool:
+    with _workers(os.cpu_count() or 1) as run:
         for slot in (s for s in folder.slots.values() if s.part != "text"):
             place = sharding(slot.spec)
             whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
             for name in folder.names(slot):
-                carried[name] = _raw(folder, [name], False, whole, pool)
+                carried[name] = _raw(folder, [name], False, whole, run)
     return carried
 
 
@@ -111,38 +116,66 @@ def text_slots(folder: ReleasedFolder) -> dict[str, list[Slot]]:
     return leaves
 
 
-def _leaf(folder: ReleasedFolder, path: str, slots: list[Slot], form: Form, sharding: Sharding, pool: Any) -> Any:
+@contextmanager
+def _workers(threads: int) -> Iterator[Run]:
+    """Threads for tasks, which they take from the iterable themselves: a future for each costs more than a small tensor."""
+
+    def run(tasks: Iterable[Task]) -> None:
+        waiting, lock = iter(tasks), threading.Lock()
+
+        def work() -> None:
+            nonlocal waiting
+            while True:
+                with lock:
+                    task = next(waiting, None)
+                if task is None:
+                    return
+                try:
+                    task()
+                except BaseException:
+                    with lock:
+                        waiting = iter(())
+                    raise
+
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
+
+    with ThreadPoolExecutor(threads) as pool:
+        yield run
+
+
+def _leaf(folder: ReleasedFolder, path: str, slots: list[Slot], form: Form, sharding: Sharding, run: Run) -> Any:
     spec = slots[0].spec
     held = next((dtype for part, dtype in _HELD.items() if part in path.split(".")), None)
     if spec.stored == "i64":
         held = np.dtype(np.int32)
     found = {folder.entry(slot.weight.name).dtype for slot in slots}
     if form == "stored" and held is None and len(found) == 1:
-        codes = _raw(folder, [slot.weight.name for slot in slots], spec.stacked, sharding, pool)
+        codes = _raw(folder, [slot.weight.name for slot in slots], spec.stacked, sharding, run)
         if not folder.quantized(slots[0]):
             return codes
-        return StoredWeight(codes, _scales(folder, slots, sharding, pool), spec.stored, folder.tile)
+        return StoredWeight(codes, _scales(folder, slots, sharding, run), spec.stored, folder.tile)
     dtype = np.dtype(spec.dtype) if form == "masters" or held is None else held
     tables = [_table(folder, slot, sharding, spec) for slot in slots]
     tasks = [partial(_decoded, folder, slot, table) for slot, table in zip(slots, tables, strict=True)]
-    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, pool)
+    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, run)
     for slot in slots:
         for name in folder.names(slot):
             folder.files[name].forget(name)
     return array
 
 
-def _scales(folder: ReleasedFolder, slots: list[Slot], sharding: Sharding, pool: Any) -> jax.Array:
-    return _raw(folder, [slot.scale.name for slot in slots if slot.scale], slots[0].spec.stacked, sharding, pool)
+def _scales(folder: ReleasedFolder, slots: list[Slot], sharding: Sharding, run: Run) -> jax.Array:
+    return _raw(folder, [slot.scale.name for slot in slots if slot.scale], slots[0].spec.stacked, sharding, run)
 
 
-def _raw(folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Sharding, pool: Any) -> jax.Array:
+def _raw(folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Sharding, run: Run) -> jax.Array:
     """The tensors' own bytes, stacked or the only one; dtypes of 8 bits as uint8."""
     view = folder.view(names[0])
     shape, dtype = view.shape, view.dtype if view.dtype.itemsize > 1 else np.dtype(np.uint8)
     shape = (len(names), *shape) if stacked else shape
     tasks = [partial(_copied, folder, name) for name in names]
-    return _assemble(shape, dtype, stacked, _fit(sharding, shape), tasks, pool)
+    return _assemble(shape, dtype, stacked, _fit(sharding, shape), tasks, run)
 
 
 def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -161,7 +194,7 @@ def _assemble(
     stacked: bool,
     sharding: Sharding,
     tensors: list[Callable[[np.ndarray, Key], Iterator[Task]]],
-    pool: ThreadPoolExecutor,
+    run: Run,
 ) -> jax.Array:
     """An array whose distinct shards ``tensors`` fill, one an expert, each once however many devices hold it."""
     owners: dict[Key, list[Any]] = {}
@@ -169,9 +202,7 @@ def _assemble(
         owners.setdefault(key, []).append(device)
     blocks = {key: _memory(tuple(stop - start for start, stop in key), dtype) for key in owners}
     parts = [part for key, block in blocks.items() for part in _experts(block, key, stacked)]
-    tasks = [task for n, out, inner in parts for task in tensors[n](out, inner)]
-    for _ in pool.map(lambda task: task(), tasks):
-        pass
+    run(task for n, out, inner in parts for task in tensors[n](out, inner))
     placed = [jax.device_put(blocks[key], device) for key, devices in owners.items() for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
@@ -204,14 +235,14 @@ def _experts(block: np.ndarray, key: Key, stacked: bool) -> Iterator[tuple[int, 
         yield n, block[n - first], key[1:]
 
 
-def _pieces(out: np.ndarray, key: Key) -> Iterator[tuple[np.ndarray, Key]]:
-    """A range cut along its first axis into parts of about `_PIECE_BYTES`."""
+def _pieces(out: np.ndarray, key: Key, size: int = _PIECE_BYTES) -> Iterator[tuple[np.ndarray, Key]]:
+    """A range cut along its first axis into parts of about ``size`` bytes."""
     if not key:
         yield out, key
         return
     (start, stop), rest = key[0], key[1:]
     width = max(out.nbytes // max(len(out), 1), 1)
-    step = max(_PIECE_BYTES // width, 1)
+    step = max(size // width, 1)
     for at in range(start, stop, step):
         end = min(at + step, stop)
         yield out[at - start : end - start], ((at, end), *rest)
@@ -276,20 +307,23 @@ def _plain(folder: ReleasedFolder, slot: Slot, out: np.ndarray, key: Key) -> Non
         _need(bool(np.isfinite(out).all()), folder, slot, "values that are not finite")
 
 
-def _scaled(folder: ReleasedFolder, slot: Slot, table: Table, out: np.ndarray, key: Key) -> None:
-    (scales, (row, column)), (rows, columns) = table, key
+def _scaled(folder: ReleasedFolder, slot: Slot, table: Table, whole: np.ndarray, key: Key) -> None:
+    (scales, (row, column)), (_, columns) = table, key
     stored = slot.spec.stored
     packed = 2 if stored == "fp4" else 1
     _need(not columns[0] % packed and not columns[1] % packed, folder, slot, "shards of half a byte")
-    codes = folder.view(slot.weight.name).view(np.uint8)[slice(*rows), columns[0] // packed : columns[1] // packed]
-    folder.took(codes.nbytes)
+    stripe = folder.view(slot.weight.name).view(np.uint8)[:, columns[0] // packed : columns[1] // packed]
     high, wide = granule(stored, folder.tile)
-    scales = scales[(rows[0] - row) // high :, (columns[0] - column) // wide :]
-    target = out if out.dtype == np.float32 else None
-    values = decode(codes, scales, stored, folder.tile, target, ((rows[0] - row) % high, (columns[0] - column) % wide))
-    _need(bool(np.isfinite(values).all()), folder, slot, "values that are not finite")
-    if target is None:
-        np.copyto(out, values, casting="unsafe")
+    inside = (columns[0] - column) % wide
+    scales = scales[:, (columns[0] - column) // wide :]
+    for out, (rows, _) in _pieces(whole, key, _DECODE_BYTES):
+        codes, first = stripe[slice(*rows)], rows[0] - row
+        target = out if out.dtype == np.float32 else None
+        values = decode(codes, scales[first // high :], stored, folder.tile, target, (first % high, inside))
+        _need(bool(np.isfinite(values).all()), folder, slot, "values that are not finite")
+        if target is None:
+            np.copyto(out, values, casting="unsafe")
+        folder.took(codes.nbytes)
 
 
 def _need(ok: bool, folder: ReleasedFolder, slot: Slot, found: str) -> None:

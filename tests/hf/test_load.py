@@ -77,6 +77,18 @@ def test_a_process_reads_no_more_than_its_shards(release, monkeypatch):
     assert 0.5 * whole < folder.bytes_read < 0.6 * whole
 
 
+@pytest.mark.parametrize("form", ["masters", "stored"])
+def test_pieces_of_any_size(release, form, monkeypatch):
+    whole = load_params(open_folder(release), form)
+    monkeypatch.setattr(load, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(load, "_DECODE_BYTES", 100)
+    folder = open_folder(release)
+    pieces = load_params(folder, form, threads=3)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True):
+        assert a.dtype == b.dtype and np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    assert folder.bytes_read == sum(t.bytes for slot in folder.slots.values() if slot.part == "text" for t in slot.tensors)
+
+
 @pytest.mark.parametrize("tile", [(32, 32), (128, 128), (16, 8)])
 def test_stored_form_dequantizes_to_the_masters(tmp_path, tile):
     config = released_config(quantization_config=QuantizationConfig(weight_block_size=tile))

@@ -111,3 +111,14 @@ def test_golden_bytes(kind, codes, stored):
     file = open_safetensors(GOLDEN)
     stored_form = (file.array(f"{kind}.{codes}"), file.array(f"{kind}.scale_bytes"))
     assert np.array_equal(decode(*stored_form, stored, (32, 32)), file.array(f"{kind}.dequant"))
+
+
+@pytest.mark.parametrize("form", [("fp8", (32, 32)), ("fp4", (32, 32)), ("fp8_rows", (32, 32))])
+def test_weights_larger_than_one_step(form):
+    # Steps of 64 rows here, the first one cut inside a granule.
+    codes, scales = stored_bytes(form, 200, 1024, 0)
+    row = 7
+    values = decode(codes[row:], scales, *form, start=(row, 0))
+    for first in range(row, 200):
+        assert np.array_equal(values[first - row], decode(codes[first : first + 1], scales, *form, start=(first, 0))[0])
+    assert np.array_equal(recode(decode(codes, scales, *form), scales, *form), codes)
