@@ -15,6 +15,8 @@ from train.packing import Packed, pack, targets_and_weights
 from train.tokenizer import cached_tokenizer, encode_documents, token_bytes
 
 _MAX_SEED = 2**32 - 1
+# Grain counts the batches of a repeat without end in floating point, past what len() can return when they hold one row.
+_EPOCHS = 2**32
 # Deep enough to hide the making of a batch behind a step; a batch is small.
 _PREFETCH = 8
 
@@ -63,7 +65,7 @@ class TrainData:
         if not 0 <= seed <= _MAX_SEED:
             near = min(max(seed, 0), _MAX_SEED)
             raise UserError(f"seed: found {seed}, allowed is 0 to {_MAX_SEED}; nearest is {near}")
-        rows = grain.MapDataset.source(_Rows(packed)).seed(seed).shuffle().repeat()
+        rows = grain.MapDataset.source(_Rows(packed)).seed(seed).shuffle().repeat(_EPOCHS)
         self._batches = rows.batch(batch_size).map(to_batch)
 
     def batch(self, step: int) -> Batch:

@@ -39,15 +39,16 @@ def test_no_gap_and_no_repeat_at_epoch_edges(rows, batch_size, seed):
 
 
 @pytest.mark.pitfall("N8")
-@pytest.mark.parametrize("start", [0, 1, 3, 17])
-def test_resume_gives_the_same_batches(start):
+@pytest.mark.parametrize("batch_size", [1, 4, 23, 50])
+@pytest.mark.parametrize("start", [0, 1, 3, 17, 10**9])
+def test_resume_gives_the_same_batches(start, batch_size):
     """23 rows in batches of 4: steps 5 and 11 hold rows of two epochs."""
-    whole = TrainData(numbered_rows(23), 4, seed=5)
-    resumed = TrainData(numbered_rows(23), 4, seed=5)
+    whole = TrainData(numbered_rows(23), batch_size, seed=5)
+    resumed = TrainData(numbered_rows(23), batch_size, seed=5)
     ahead = list(islice(resumed.iterator(start), 8))
     for step, batch in enumerate(ahead, start):
         assert_same(batch, whole.batch(step))
-        assert_same(batch, TrainData(numbered_rows(23), 4, seed=5).batch(step))
+        assert_same(batch, TrainData(numbered_rows(23), batch_size, seed=5).batch(step))
 
 
 def test_batch_size_cuts_one_stream():
