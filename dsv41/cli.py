@@ -153,51 +153,9 @@ def _plan(args: Plan) -> int:
     if args.json:
         print(json.dumps(table, indent=1))
         return 0
-    columns = (
-        "layer",
-        "half",
-        "ratio",
-        "mode",
-        "kv",
-        "index",
-        "pool",
-        "engram",
-        "routing",
-        "bytes/token",
-        "parameters",
-    )
-    rows = [
-        [
-            str(row["layer"]),
-            row["half"],
-            str(row["ratio"]),
-            row["mode"],
-            *("-" if row[k] is None else str(row[k]) for k in ("kv_source", "index_source", "pool", "engram")),
-            row["routing"],
-            f"{row['cache_bytes_per_token']:g}",
-            f"{row['parameters']:,}",
-        ]
-        for row in table["layers"]
-    ]
-    totals = table["totals"]
-    modes = ", ".join(f"{totals[mode]} {mode}" for mode in ("swa", "full", "reindex", "reuse"))
-    last = (
-        f"{totals['layers']} layers ({modes}, {totals['engram']} engram), {totals['parameters']:,} parameters,"
-        f" {totals['cache_bytes_per_token']:g} cache bytes per token, {totals['cache_bytes_window']:,} in windows"
-    )
-    if not sys.stdout.isatty():
-        for row in rows:
-            print(" ".join(f"{name}={value}" for name, value in zip(columns, row, strict=True)))
-        print(last)
-        return 0
-    from rich.console import Console
-    from rich.table import Table
+    from dsv41.show import show_plan
 
-    view = Table(*columns, box=None, header_style="bold")
-    for row in rows:
-        view.add_row(*row)
-    Console().print(view)
-    print(last)
+    show_plan(table)
     return 0
 
 

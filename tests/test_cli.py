@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -111,6 +112,22 @@ def test_plan(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
     assert lines[1].startswith("layer=1 half=encoder ratio=2 mode=full ")
+
+
+@pytest.mark.parametrize("preset", ["flash", "toy"])
+def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["plan", "--preset", preset]) == 0
+    *lines, closing = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    monkeypatch.undo()
+    assert cli.run(["plan", "--preset", preset, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert len(lines) == len(table["layers"]) + 2 and max(map(len, lines)) <= 80
+    for line, layer in zip(lines[2:], table["layers"], strict=True):
+        cells = line.split()
+        assert [cells[1], cells[3], cells[-1]] == [layer["half"], layer["mode"], f"{layer['parameters']:,}"]
+    assert closing.endswith("routing by score in all")
 
 
 def test_train_arguments_are_the_options_of_the_loop():

@@ -142,7 +142,7 @@ def test_verify_takes_quantised_folders(tmp_path, release, capsys, monkeypatch):
     (tmp_path / "release" / "engram_token_map.json").write_text(json.dumps([0] * 64))
     ran = []
     monkeypatch.setattr(verify, "_run_case", lambda file, config, params, *rest: ran.append(params) or ())
-    verify.check([tmp_path / "release"], [])
+    assert list(verify.check([tmp_path / "release"], [])) == []
     held = load_params(open_folder(tmp_path / "release"))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(ran[0]), jax.tree.leaves(held), strict=True))
 
