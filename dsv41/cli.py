@@ -164,17 +164,24 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
-    from train.loop import TrainOptions, train
+    from train.loop import TrainOptions, finished, train
 
-    result = train(TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+    options = TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
+    if done := finished(options):
+        step, score = done
+        said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
+        print(f"nothing to do: {str(args.out)!r} has all its steps (step {step}{said}); --steps above {step} goes on with it")
+        return 0
+    result = train(options)
     if result.resumed_from:
         print(f"resumed from step {result.resumed_from}")
+    last = result.records[-1]
     print(
-        f"step {result.steps}, loss {result.loss:.4f}, {result.tokens_per_second:.0f} tokens/s,"
-        f" compiled in {result.compile_seconds:.1f} s"
+        f"step {result.steps}, cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f}),"
+        f" {result.tokens_per_second:,.0f} tokens/s, compiled in {result.compile_seconds:.1f} s"
     )
-    if result.bits_per_byte is not None:
-        print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
+    if args.evaluate:
+        print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")
     return 0
 

@@ -50,21 +50,26 @@ class _Rows:
         return Packed(self._packed.ids[row], self._packed.segments[row])
 
 
+def check_stream(batch_size: int, seed: int) -> None:
+    """Raises `UserError` for a batch size under 1 and a seed outside 32 bits."""
+    if batch_size < 1:
+        raise UserError(f"batch_size: found {batch_size}, allowed is 1 or more; nearest is 1")
+    if not 0 <= seed <= _MAX_SEED:
+        near = min(max(seed, 0), _MAX_SEED)
+        raise UserError(f"seed: found {seed}, allowed is 0 to {_MAX_SEED}; nearest is {near}")
+
+
 class TrainData:
     """An endless stream of rows: every epoch all rows once in an order of its own, with no gap between epochs.
 
     Step s takes positions ``s * batch_size`` to ``(s + 1) * batch_size - 1`` of the stream, whatever ran before it and
     on however many hosts, so the step number is all there is to store for a resume.
 
-    Raises `UserError` for a batch size under 1 and a seed outside 32 bits.
+    Raises `UserError` for arguments that `check_stream` refuses.
     """
 
     def __init__(self, packed: Packed, batch_size: int, seed: int):
-        if batch_size < 1:
-            raise UserError(f"batch_size: found {batch_size}, allowed is 1 or more; nearest is 1")
-        if not 0 <= seed <= _MAX_SEED:
-            near = min(max(seed, 0), _MAX_SEED)
-            raise UserError(f"seed: found {seed}, allowed is 0 to {_MAX_SEED}; nearest is {near}")
+        check_stream(batch_size, seed)
         rows = grain.MapDataset.source(_Rows(packed)).seed(seed).shuffle().repeat(_EPOCHS)
         self._batches = rows.batch(batch_size).map(to_batch)
 

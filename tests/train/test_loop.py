@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv41 import cli
 from dsv41.config import PRESETS, RopeScaling, preset, save_config
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
@@ -101,7 +102,8 @@ def test_a_run_learns_and_leaves_its_files(options, whole):
     assert [r["step"] for r in records] == list(range(1, 11))
     assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in records)
     assert records[-1]["ce"] < records[0]["ce"]
-    assert whole.bits_per_byte < whole.first_bits_per_byte
+    first, last = whole.scores
+    assert (first.step, last.step) == (0, 10) and last.bits_per_byte < first.bits_per_byte
     for name in ("config.json", "tokenizer.json", "run.json", "loss.png"):
         assert (options.out / name).stat().st_size
 
@@ -122,9 +124,37 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
         log.write('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')  # as after a crash past the checkpoint
     second = train(part)
     assert (second.resumed_from, second.steps) == (5, 10)
+    assert first.scores == second.scores == []
     assert _records(part.out) == _records(options.out)
     for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(second.state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
+    for name in ("prepare", "make_train_step", "make_eval_step", "init_state"):
+        monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
+    argv = [
+        "train",
+        "--out",
+        str(options.out),
+        "--preset",
+        "tiny",
+        "--data",
+        *options.data,
+        "--batch-size",
+        "2",
+        "--length",
+        "64",
+    ]
+    for steps in (10, 4):
+        assert cli.run([*argv, "--steps", str(steps)]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"nothing to do: {str(options.out)!r} has all its steps (step 10, held-out bits per byte ")
+        assert out.count("\n") == 1 and err == ""
+    assert f"{whole.scores[-1].bits_per_byte:.4f}" in out
+    assert cli.run([*argv, "--steps", "10", "--lr", "1"]) == 2
+    assert loop.finished(replace(options, steps=11)) is None
+    assert loop.finished(replace(options, out=options.out / "none")) is None
 
 
 @pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"preset": "toy"}])
