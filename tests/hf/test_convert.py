@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from dsv41 import cli, verify
@@ -144,7 +144,7 @@ def test_verify_takes_quantised_folders(tmp_path, release, capsys, monkeypatch):
     monkeypatch.setattr(verify, "_run_case", lambda file, config, params, *rest: ran.append(params) or iter(()))
     assert list(verify.check([tmp_path / "release"], [])) == []
     held = load_params(open_folder(tmp_path / "release"))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(ran[0]), jax.tree.leaves(held), strict=True))
+    chex.assert_trees_all_equal(ran[0], held)
 
 
 def test_slices(tmp_path, release, capsys):
@@ -234,7 +234,7 @@ def test_a_converted_folder_generates(tmp_path, capsys):
     model = load_model(tmp_path / "run")
     assert model.step == 0 and model.tokenizer.to_str() == text
     wanted = load_params(open_folder(tmp_path / "release"))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(wanted), strict=True))
+    chex.assert_trees_all_equal(model.params, wanted)
     save_config(
         replace(config, engram_compressed_vocab_size=config.engram_compressed_vocab_size - 1), tmp_path / "release/config.json"
     )

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,8 +127,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
     assert (second.resumed_from, second.steps) == (5, 10)
     assert first.scores == second.scores == []
     assert _records(part.out) == _records(options.out)
-    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(second.state), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state, second.state)
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
@@ -166,8 +166,7 @@ def test_resume_with_other_options_is_an_error(options, whole, change):
 def test_the_weights_of_a_run_open_for_inference(options, whole, tmp_path):
     model = load_model(options.out)
     assert model.step == 10
-    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(model.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state.params, model.params)
     shutil.copytree(options.out, tmp_path / "run")
     save_config(replace(model.config, hidden_size=64), tmp_path / "run" / "config.json")
     with pytest.raises(UserError, match="checkpoint"):
@@ -185,8 +184,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     after, metrics = make_train_step(config, Policy(), fold)(state, batch, jnp.float32(1e-3))
     assert int(metrics["skipped"]) == 1
     assert int(after.step) == 1
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after.replace(step=before.step)), strict=True):
-        np.testing.assert_array_equal(a, np.asarray(b))
+    chex.assert_trees_all_equal(before, after.replace(step=before.step))
 
 
 @pytest.mark.pitfall("N11")
@@ -216,8 +214,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
     assert _records(part.out) == _records(options.out)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)
-    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(restored), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state, restored)
 
 
 def test_losses():
