@@ -328,7 +328,7 @@ def check(paths: list[Path], skip: list[str]) -> Iterator[Row]:
     a folder with nothing to check.
     """
     if not paths:
-        raise UserError("verify: no folder given")
+        raise UserError("found no folder, allowed is one or more")
     jobs = [job for path in paths for job in _jobs(Path(path))]
     stems = [Path(job.file).stem for job in jobs]
     patterns = {name: name.removesuffix(".safetensors").removesuffix(".json") for name in skip}

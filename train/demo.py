@@ -72,7 +72,7 @@ def _speed_lines(speed: dict[str, float]) -> list[str]:
         "## Generating",
         "",
         f"Each sequence goes from {speed['prompt']} tokens to {speed['context']}; medians, without compiling. Tokens/s count all",
-        "sequences of a batch. The plain path has no cache: it runs the whole sequence again for each new token.",
+        "sequences of a batch. The plain path has no cache and runs the whole sequence again for each new token.",
         "",
         "| path | sequences | prefill tokens/s | decode tokens/s | decode tokens/s of one sequence | cache bytes |",
         "|---|---|---|---|---|---|",
