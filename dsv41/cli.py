@@ -335,11 +335,17 @@ def _spelled(message: str, kind: type) -> str:
     names = {f.name for f in dataclasses.fields(kind)} - _POSITIONAL
     first = re.match(r"(\w+): ", message)
     if first and first[1] in names:
-        message = f"--{message}"
-    # A single word may be any word, and what stands in quotes is the user's.
-    words = "|".join(name for name in names if "_" in name)
-    spell = lambda match: f"--{match[2].replace('_', '-')}"  # noqa: E731
-    return re.sub(rf"(--|(?<![\w./'\"-]))({words})(?![\w./'\"-])", spell, message) if words else message
+        message = f"--{first[1].replace('_', '-')}{message[first.end(1) :]}"
+    # A single word may be any word, unless a value is given to it.
+    words, given = "|".join(name for name in names if "_" in name) or "(?!)", "|".join(names)
+
+    def spell(match: re.Match) -> str:
+        return f"--{(match[1] or match[2]).replace('_', '-')}{' ' if match[1] else ''}"
+
+    find = rf"(?<![\w./-])(?:({given})=(?=\w)|(?:--)?({words})(?![\w./-]))"
+    # What stands in quotes is the user's.
+    parts = re.split(r"((?<!\w)'(?:[^'\\]|\\.)*')", message)
+    return "".join(part if n % 2 else re.sub(find, spell, part) for n, part in enumerate(parts))
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from dsv41.errors import UserError
 
 _FLOAT32 = np.finfo(np.float32)
 _INT32_MAX, _UINT32_MAX = 2**31 - 1, 2**32 - 1
-_USE_GREEDY = "for the likeliest token alone set temperature to 0"
+_USE_GREEDY = "for the likeliest token alone set temperature=0"
 
 
 @struct.dataclass

@@ -52,7 +52,10 @@ def test_impossible_generation_is_one_line_before_any_work(capsys, tmp_path):
         (("--prompts-file", str(tmp_path / "bad.jsonl")), "line 1"),
         (("--prompt", "x", "--temperature", "-1"), "--temperature: found -1.0"),
         (("--prompt", "x", "--temperature", "nan"), "temperature"),
-        (("--prompt", "x", "--top-p", "0"), "--top-p: found 0.0"),
+        (
+            ("--prompt", "x", "--top-p", "0"),
+            "--top-p: found 0.0, allowed is above 0, up to 1 (off); for the likeliest token alone set --temperature 0",
+        ),
         (("--prompt", "x", "--top-k", "-3"), "--top-k: found -3"),
         (("--prompt", "x", "--min-p", "1.5"), "--min-p: found 1.5"),
         (("--prompt", "x", "--seed", "-1"), "--seed: found -1"),
@@ -105,6 +108,7 @@ def test_messages_name_options_as_they_are_typed(kind):
     options = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(kind) if f.name not in cli._POSITIONAL}
     for name, option in options.items():
         assert cli._spelled(f"{name}: found 1", kind) == f"{option}: found 1"
+        assert cli._spelled(f"x: set {name}=1, not 'a {name}=2'", kind) == f"x: set {option} 1, not 'a {name}=2'"
     for name, option in options.items():
         if "_" in name:
             said = f"x: found '{name}' without {name}, --{name} or {name}; /x/{name}/y, {name}.json, a_{name}_b"

@@ -74,7 +74,7 @@ def _check_room(name: str, config: ModelConfig) -> None:
     if needed > room:
         raise UserError(
             f"{name}: found a model that does not fit: its weights, gradients and optimizer state take {needed / 1e9:,.1f} GB,"
-            f" allowed is what the {room / 1e9:,.1f} GB here hold; nearest is preset toy"
+            f" allowed is what the {room / 1e9:,.1f} GB here hold; nearest is preset=toy"
         )
 
 

@@ -36,7 +36,7 @@ from train.tokenizer import train_tokenizer
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
         (("--data", "stdlib", "/dev/null"), "--data: found a device"),
-        (("--preset", "flash"), "--preset: found a model that does not fit: .* GB here hold; nearest is preset toy"),
+        (("--preset", "flash"), "--preset: found a model that does not fit: .* GB here hold; nearest is --preset toy"),
     ],
 )
 def test_bad_options_end_before_any_work_and_leave_no_folder(tmp_path, monkeypatch, capsys, argv, says):
