@@ -175,11 +175,11 @@ def _train(args: Train) -> int:
     result = train(options)
     if result.resumed_from:
         print(f"resumed from step {result.resumed_from}")
-    last = result.records[-1]
-    print(
-        f"step {result.steps}, cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f}),"
-        f" {result.tokens_per_second:,.0f} tokens/s, compiled in {result.compile_seconds:.1f} s"
-    )
+    for last in result.records[-1:]:
+        loss = f"cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f})"
+        print(
+            f"step {last['step']}, {loss}, {result.tokens_per_second:,.0f} tokens/s, compiled in {result.compile_seconds:.1f} s"
+        )
     if args.evaluate:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")

@@ -37,6 +37,8 @@ _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
 _FIRST_SCORE_ROWS = 64
 CHECKPOINTS = "checkpoints"
+# What is read of a record of metrics.jsonl.
+_RECORD = {"step": int, "ce": float, "loss": float}
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,15 @@ def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConf
 
 
 def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
-    """The records of steps up to ``last``; a line cut short by a crash ends them."""
+    """The records of steps up to ``last``; a line cut short by a crash, or of another form, ends them."""
     records = []
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
+                break
+            if not isinstance(record, dict) or not all(type(record.get(k)) is t for k, t in _RECORD.items()):
                 break
             if record["step"] <= last:
                 records.append(record)
@@ -119,7 +123,7 @@ def _device_batch(batch: Batch) -> Batch:
 
 
 def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
-    """The last step and score of a run in ``options.out`` that has no step left to do; None where there is one.
+    """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
 
     Raises `UserError` for options that cannot be used, or are not those of that run; the data are not read.
     """
@@ -130,7 +134,9 @@ def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     run = read_run(options.out)
     check_options_same(run, options, config)
     total = options.steps or run.total
-    return (step, run.scores[-1] if run.scores else None) if total and step >= total else None
+    score = next((found for found in run.scores if found.step == step), None)
+    left = not total or step < total or (options.evaluate and score is None)
+    return None if left else (step, score)
 
 
 def train(options: TrainOptions) -> TrainResult:

@@ -28,6 +28,7 @@ from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
 from train.losses import cross_entropy, total_loss
 from train.packing import Packed
+from train.run import read_run, write_run
 from train.step import init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
@@ -153,8 +154,21 @@ def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, wh
         assert out.count("\n") == 1 and err == ""
     assert f"{whole.scores[-1].bits_per_byte:.4f}" in out
     assert cli.run([*argv, "--steps", "10", "--lr", "1"]) == 2
+    run = read_run(options.out)
+    write_run(options.out, replace(run, scores=run.scores[:1]))
+    assert loop.finished(options) is None  # the score is still to be had
+    assert loop.finished(replace(options, evaluate=False)) == (10, None)
+    write_run(options.out, run)
     assert loop.finished(replace(options, steps=11)) is None
     assert loop.finished(replace(options, out=options.out / "none")) is None
+
+
+@pytest.mark.parametrize("line", ["3", "[]", '{"step": 3}', '{"step": "3", "ce": 1.0, "loss": 1.0}', '{"st', "\xff"])
+def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
+    good = [{"step": n, "ce": 1.0, "loss": float("nan")} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join([*map(json.dumps, good), line, "{}"]).encode("latin-1"))
+    assert [record["step"] for record in loop._read_metrics(tmp_path / "metrics.jsonl", 9)] == [1, 2]
+    assert len(loop._read_metrics(tmp_path / "metrics.jsonl", 1)) == 1
 
 
 @pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"preset": "toy"}])
