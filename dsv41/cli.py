@@ -9,16 +9,19 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from dsv41.errors import UserError
+from dsv41 import __version__
+from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
@@ -72,7 +75,7 @@ class Generate:
     """Continue prompts with a trained model; several prompts run as one batch."""
 
     checkpoint: Path
-    """The folder of a run that `dsv41 train` wrote."""
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
     prompt: tuple[str, ...] = ()
     """One or more texts to continue."""
     prompts_file: Path | None = None
@@ -101,12 +104,12 @@ class Generate:
 class Verify:
     """Check a released checkpoint's folders against this implementation."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders or files to check."""
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
+    """A released checkpoint, a model folder with recorded numbers, or a folder of such folders."""
     json: Path | None = None
     """Also write the results to this file."""
     skip: tuple[str, ...] = ()
-    """Checks to leave out."""
+    """Names or patterns of files to leave out, as fp32_len7 or 'quant_*'."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +126,18 @@ class Demo:
 class Convert:
     """Turn released weights into a run folder, or a run folder into released weights."""
 
-    src: Annotated[Path, tyro.conf.Positional]
-    """A folder of released weights, or the folder of a run."""
-    dst: Annotated[Path, tyro.conf.Positional]
-    """The new folder."""
+    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
+    """A folder of released weights (config.json, *.safetensors), or the folder of a run (config.json, checkpoints/)."""
+    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
+    """The folder to make, of the other kind: a run where SRC holds released weights, and the other way round."""
     dry_run: bool = False
     """Print what would become of each tensor, and write nothing."""
     quantize: Literal["release", "bf16", "fp32"] | None = None
     """How to write weights: as the release stores them, or plain; as config.json says where not given."""
     layers: str | None = None
-    """The first layers alone, as 0-4."""
+    """The first layers alone, as 0-4; all where not given."""
     draft_stages: int | None = None
-    """0 leaves the draft stages out."""
+    """0 leaves the draft stages out; all where not given."""
     vision: bool = True
     """Take the vision tower, aligner and image vectors along."""
 
@@ -145,7 +148,7 @@ def _plan(args: Plan) -> int:
     from dsv41.plan import plan_table
 
     if args.preset is not None and args.config is not None:
-        raise UserError("config: found both config and preset, allowed is one of them")
+        raise UserError("--config: found beside --preset, allowed is one of them")
     config = load_config(args.config) if args.config else preset(args.preset or "flash")
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
@@ -153,83 +156,52 @@ def _plan(args: Plan) -> int:
     if args.json:
         print(json.dumps(table, indent=1))
         return 0
-    columns = (
-        "layer",
-        "half",
-        "ratio",
-        "mode",
-        "kv",
-        "index",
-        "pool",
-        "engram",
-        "routing",
-        "bytes/token",
-        "parameters",
-    )
-    rows = [
-        [
-            str(row["layer"]),
-            row["half"],
-            str(row["ratio"]),
-            row["mode"],
-            *("-" if row[k] is None else str(row[k]) for k in ("kv_source", "index_source", "pool", "engram")),
-            row["routing"],
-            f"{row['cache_bytes_per_token']:g}",
-            f"{row['parameters']:,}",
-        ]
-        for row in table["layers"]
-    ]
-    totals = table["totals"]
-    modes = ", ".join(f"{totals[mode]} {mode}" for mode in ("swa", "full", "reindex", "reuse"))
-    last = (
-        f"{totals['layers']} layers ({modes}, {totals['engram']} engram), {totals['parameters']:,} parameters,"
-        f" {totals['cache_bytes_per_token']:g} cache bytes per token, {totals['cache_bytes_window']:,} in windows"
-    )
-    if not sys.stdout.isatty():
-        for row in rows:
-            print(" ".join(f"{name}={value}" for name, value in zip(columns, row, strict=True)))
-        print(last)
-        return 0
-    from rich.console import Console
-    from rich.table import Table
+    from dsv41.show import show_plan
 
-    view = Table(*columns, box=None, header_style="bold")
-    for row in rows:
-        view.add_row(*row)
-    Console().print(view)
-    print(last)
+    show_plan(table)
     return 0
 
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
-    from train.loop import TrainOptions, train
+    from train.loop import TrainOptions, finished, train
 
-    result = train(TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+    options = TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
+    if done := finished(options):
+        step, score = done
+        said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
+        print(f"nothing to do: {str(args.out)!r} has all its steps (step {step}{said}); --steps above {step} goes on with it")
+        return 0
+    result = train(options)
     if result.resumed_from:
         print(f"resumed from step {result.resumed_from}")
-    print(
-        f"step {result.steps}, loss {result.loss:.4f}, {result.tokens_per_second:.0f} tokens/s,"
-        f" compiled in {result.compile_seconds:.1f} s"
-    )
-    if result.bits_per_byte is not None:
-        print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
+    for last in result.records[-1:]:
+        loss = f"cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f})"
+        print(
+            f"step {last['step']}, {loss}, {result.tokens_per_second:,.0f} tokens/s, compiled in {result.compile_seconds:.1f} s"
+        )
+    if args.evaluate:
+        print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")
     return 0
 
 
 def _prompts(args: Generate) -> list[str]:
+    from infer.sampling import check_text
+
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
             # Not splitlines, which also cuts at form feeds and Unicode's own separators.
             lines = args.prompts_file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"prompts_file: cannot read {str(args.prompts_file)!r}: {error}") from None
+            raise UserError(f"prompts_file: cannot read {str(args.prompts_file)!r} ({cause(error)})") from None
         lines = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
         prompts += [_json_prompt(n, line) if args.prompts_file.suffix.lower() == ".jsonl" else line for n, line in lines]
     if not prompts:
-        raise UserError("prompt: found none, allowed is one --prompt or more, or --prompts-file")
+        raise UserError("prompt: found none, allowed is one text or more, or --prompts-file")
+    for n, text in enumerate(prompts, 1):
+        check_text(text, f"prompt {n}" if len(prompts) > 1 else "prompt")
     return prompts
 
 
@@ -255,7 +227,7 @@ def _generate(args: Generate) -> int:
     from infer.model import load_model
 
     generator = Generator(load_model(args.checkpoint), PACKED if args.packed else Policy())
-    prompts = [generator.encode(text) for text in texts]
+    prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
     stream = len(texts) == 1 and not args.json
 
     def show(_: int, piece: str) -> None:
@@ -320,6 +292,15 @@ _COMMANDS = {
 }
 
 
+_POSITIONAL = {"src", "dst", "paths"}
+# What tyro passes on from Python, in this program's words.
+_PLAINER = (
+    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1: found \2, allowed is a whole number"),
+    (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1: found \2, allowed is a number"),
+    (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
+)
+
+
 def _parse(argv: Sequence[str] | None) -> Any:
     """The command's arguments; a mistake in them is a `UserError` of one line in place of tyro's box."""
     said = io.StringIO()
@@ -328,28 +309,58 @@ def _parse(argv: Sequence[str] | None) -> Any:
             return tyro.extras.subcommand_cli_from_dict(
                 {name: kind for name, (kind, _) in _COMMANDS.items()},
                 prog="dsv41",
-                description="DeepSeek-V4.1-Flash in JAX.",
+                description="DeepSeek-V4.1-Flash in JAX. `dsv41 --version` prints versions, `dsv41 COMMAND --help` options.",
                 args=argv,
             )
     except SystemExit as end:
         if end.code != 2:
             raise
-        lines = [line.strip("╭╮╰╯│ ") for line in said.getvalue().splitlines()[1:]]
-        # Sections of the box stand between rules; the last one points to --help.
-        sections = [" ".join(s.split()) for s in " ".join(lines).split("──") if s.strip("─ ")]
-        text = "; ".join(s.strip("─ ") for s in sections[:2] if not s.startswith(("For full", "Argument helptext")))
-        raise UserError(text or "bad arguments, see dsv41 --help") from None
+        raise UserError(_mistake(said.getvalue())) from None
+
+
+def _mistake(box: str) -> str:
+    """One line of what tyro's box says."""
+    lines = [line.strip("╭╮╰╯│+| ") for line in box.splitlines()[1:]]
+    # Sections of the box stand between rules, drawn in ASCII where the terminal has no more; the last points to --help.
+    sections = [" ".join(s.split()).rstrip(".") for s in re.split("─{5,}|-{5,}", " ".join(lines))]
+    kept = [s for s in sections if s and not s.startswith(("For full", "Argument helptext"))]
+    text = "; ".join(kept[:2]) or "bad arguments, see dsv41 --help"
+    for found, plain in _PLAINER:
+        text = re.sub(found, plain, text)
+    return text
+
+
+def _spelled(message: str, kind: type) -> str:
+    """``message`` with the command's fields spelled as its options: the library's ``top_p`` is ``--top-p`` here."""
+    names = {f.name for f in dataclasses.fields(kind)} - _POSITIONAL
+    first = re.match(r"(\w+): ", message)
+    if first and first[1] in names:
+        message = f"--{first[1].replace('_', '-')}{message[first.end(1) :]}"
+    # A single word may be any word, unless a value is given to it.
+    words, given = "|".join(name for name in names if "_" in name) or "(?!)", "|".join(names)
+
+    def spell(match: re.Match) -> str:
+        return f"--{(match[1] or match[2]).replace('_', '-')}{' ' if match[1] else ''}"
+
+    find = rf"(?<![\w./-])(?:({given})=(?=\w)|(?:--)?({words})(?![\w./-]))"
+    # What stands in quotes is the user's.
+    parts = re.split(r"((?<!\w)'(?:[^'\\]|\\.)*')", message)
+    return "".join(part if n % 2 else re.sub(find, spell, part) for n, part in enumerate(parts))
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parses and runs a command; the exit code."""
+    args = None
     try:
+        if (sys.argv[1:] if argv is None else list(argv))[:1] == ["--version"]:
+            print(f"dsv41 {__version__} (jax {version('jax')}, Python {sys.version.split()[0]})")
+            return 0
         args = _parse(argv)
         code = next(command for kind, command in _COMMANDS.values() if type(args) is kind)(args)
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _fail(str(error))
+        return _fail(str(error) if args is None else _spelled(str(error), type(args)))
     except BrokenPipeError:
         # The reader (head, a pager) has seen enough; what is left to flush has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from dsv41.errors import UserError, nearest
+from dsv41.errors import UserError, cause, nearest
 from dsv41.hashing import MAX_PRIME, TableHash, table_hashes, table_primes
 
 
@@ -280,7 +280,7 @@ def load_config(path: str | Path) -> ModelConfig:
     except FileNotFoundError:
         raise ConfigError(f"config: no file {str(file)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: cannot read {str(file)!r}: {error}") from None
+        raise ConfigError(f"config: cannot read {str(file)!r}: {cause(error)}") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"config: {str(file)!r} is not JSON: {error}") from None
     try:

@@ -15,3 +15,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """``"; did you mean 'toy'?"`` for the closest of ``allowed``, or an empty string when none is close."""
     match = get_close_matches(name, list(allowed), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def cause(error: Exception) -> str:
+    """What went wrong, without the path that an operating system's error repeats."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

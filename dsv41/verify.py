@@ -8,22 +8,22 @@ recorded value.
 import json
 import re
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from dsv41.config import ModelConfig, load_config
-from dsv41.errors import UserError, nearest
+from dsv41.errors import UserError, cause, nearest
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.safetensors import open_safetensors
@@ -32,6 +32,7 @@ from dsv41.numerics import Policy, Taps
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, e2m1_codes, e4m3, quantize, scale_values
+from dsv41.show import print_table
 from dsv41.verify_decode import decode_taps
 from dsv41.verify_layers import layer_taps
 
@@ -70,6 +71,14 @@ class Row:
     sets: str | None
     verdict: Verdict
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to check, by name (none: the weights of a folder), and what gives its rows."""
+
+    file: str
+    rows: Callable[[], Iterator[Row]]
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -157,7 +166,7 @@ def read_tensors(file: Path) -> Tensors:
     except UserError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
+        raise UserError(f"{file}: cannot be read: {cause(error)}") from None
 
 
 def read_json(file: Path) -> Any:
@@ -165,7 +174,7 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
+        raise UserError(f"{file}: cannot be read: {cause(error)}") from None
 
 
 @partial(jax.jit, static_argnames=("config", "policy"))
@@ -234,29 +243,37 @@ def _run_case(file: Path, config: ModelConfig, params: TextParams, token_map: ja
             yield Row(file.name, name, None, None, "FAIL", "the model records no such value")
 
 
-def _model_rows(folder: Path, skip: Callable[[str], bool]) -> Iterator[Row]:
+def _model_jobs(folder: Path) -> Iterator[Job]:
     config = load_config(folder)
     files = [f for f in folder.glob("*.safetensors") if not f.name.startswith("weights")]
     cases = sorted((f for f in files if _CASE.fullmatch(f.stem)), key=lambda f: _order(f.name))
     others = sorted(f for f in files if f.name.startswith(tuple(_NOT_RUN)))
     if not cases and not others and any(folder.glob("model*.safetensors")):
-        yield from _weight_rows(folder, config)
+        yield Job("", partial(_weight_rows, folder, config))
         return
     if not cases and not others:
         raise UserError(f"{folder}: no case files; allowed are fp32_len*, quant_len*, decode_*, dspark_*, vision_*")
     fragile = read_json(folder / FRAGILE) if (folder / FRAGILE).exists() else []
     if not isinstance(fragile, list) or not all(isinstance(name, str) for name in fragile):
         raise UserError(f"{folder / FRAGILE}: allowed is a list of file names")
-    params = load_params(open_folder(folder, parts=("text",), config=config))
-    token_map = jnp.asarray(_token_map(folder, config))
+
+    @cache
+    def weights() -> tuple[TextParams, jax.Array]:
+        params = load_params(open_folder(folder, parts=("text",), config=config))
+        return params, jnp.asarray(_token_map(folder, config))
+
+    def run_case(file: Path) -> Iterator[Row]:
+        return _run_case(file, config, *weights(), file.stem in fragile)
+
     for file in cases:
-        if skip(file.stem):
-            yield Row(file.name, "*", None, None, "skipped", "left out by --skip")
-        else:
-            yield from _run_case(file, config, params, token_map, file.stem in fragile)
+        yield Job(file.name, partial(run_case, file))
     for file in others:
-        reason = next(text for start, text in _NOT_RUN.items() if file.name.startswith(start))
-        yield Row(file.name, "*", None, None, "skipped", "left out by --skip" if skip(file.stem) else reason)
+        why = next(text for start, text in _NOT_RUN.items() if file.name.startswith(start))
+        yield Job(file.name, partial(_left_out, file.name, why))
+
+
+def _left_out(file: str, why: str) -> Iterator[Row]:
+    yield Row(file, "*", None, None, "skipped", why)
 
 
 def _weight_rows(folder: Path, config: ModelConfig) -> Iterator[Row]:
@@ -283,47 +300,50 @@ def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:
     return np.asarray(values, np.int32)
 
 
-def _rows(path: Path, skip: Callable[[str], bool], deeper: bool = True) -> Iterator[Row]:
+def _jobs(path: Path, deeper: bool = True) -> Iterator[Job]:
     from dsv41.verify_units import UNITS, unit_rows
 
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
+        found = "found something else" if path.exists() else "found nothing there"
+        raise UserError(f"{path}: {'found a file' if path.is_file() else found}, allowed is a folder")
     if (path / "config.json").exists():
-        yield from _model_rows(path, skip)
+        yield from _model_jobs(path)
         return
     units = [name for name in UNITS if (path / name).exists()]
     for name in units:
-        if skip(Path(name).stem):
-            yield Row(name, "*", None, None, "skipped", "left out by --skip")
-        else:
-            yield from unit_rows(path / name)
+        yield Job(name, partial(unit_rows, path / name))
     if units:
         return
     inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")) if deeper else []
     if not inner:
         raise UserError(f"{path}: no config.json with cases and no unit files; unit files are {', '.join(UNITS)}")
     for folder in inner:
-        yield from _rows(folder, skip, deeper=False)
+        yield from _jobs(folder, deeper=False)
 
 
-def check(paths: list[Path], skip: list[str]) -> list[Row]:
-    """The rows of every folder. skip: names (or patterns) of files to leave out; one that fits no file is an error."""
-    used: set[str] = set()
-    seen: list[str] = []
+def check(paths: list[Path], skip: list[str]) -> Iterator[Row]:
+    """The rows of every folder, as they are found.
 
-    def skipped(stem: str) -> bool:
-        seen.append(stem)
-        hits = [s for s in skip if fnmatchcase(stem, s.removesuffix(".safetensors").removesuffix(".json"))]
-        used.update(hits)
-        return bool(hits)
-
+    skip: names (or patterns) of files to leave out. One that fits no file is an error before anything is run, and so is
+    a folder with nothing to check.
+    """
     if not paths:
-        raise UserError("verify: no folder given")
-    rows = [row for path in paths for row in _rows(Path(path), skipped)]
-    for name in skip:
-        if name not in used:
-            raise UserError(f"skip: no case or unit file is named {name!r}{nearest(name, seen)}")
-    return rows
+        raise UserError("found no folder, allowed is one or more")
+    jobs = [job for path in paths for job in _jobs(Path(path))]
+    stems = [Path(job.file).stem for job in jobs]
+    patterns = {name: name.removesuffix(".safetensors").removesuffix(".json") for name in skip}
+    for name, pattern in patterns.items():
+        if not any(fnmatchcase(stem, pattern) for stem in stems if stem):
+            raise UserError(f"skip: no case or unit file is named {name!r}{nearest(name, stems)}")
+
+    def rows() -> Iterator[Row]:
+        for job, stem in zip(jobs, stems, strict=True):
+            if any(fnmatchcase(stem, pattern) for pattern in patterns.values()):
+                yield from _left_out(job.file, "left out by --skip")
+            else:
+                yield from job.rows()
+
+    return rows()
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -331,19 +351,34 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.file, row.name, "-" if row.error is None else f"{row.error:.2e}", row.sets or "-", verdict
 
 
-def _print(rows: list[Row], closing: str) -> None:
-    if sys.stdout.isatty():
-        table = Table("file", "tensor", "error", "agreement", "verdict")
-        style = {"pass": None, "FAIL": "bold red", "skipped": "dim"}
-        for row in rows:
-            table.add_row(*_cells(row), style=style[row.verdict])
-        console = Console(markup=False, highlight=False)
-        console.print(table)
-        console.print(closing)
-        return
-    for row in rows:
-        print("  ".join(_cells(row)))
-    print(closing)
+def _print(rows: Iterable[Row]) -> list[Row]:
+    """Prints each file's rows once they are all there, and hands all of them back."""
+    done = []
+    style = {"pass": None, "FAIL": "bold red", "skipped": "dim"}
+    for file, group in groupby(rows, key=lambda row: row.file):
+        of_file = list(group)
+        if sys.stdout.isatty():
+            # The file's name stands above its rows: beside them it would leave no room for the tensor's.
+            cells = [(_cells(row)[1:], style[row.verdict]) for row in of_file]
+            print_table(("tensor", "error", "agreement", "verdict"), cells, title=file)
+        else:
+            for row in of_file:
+                print("  ".join(_cells(row)))
+        sys.stdout.flush()
+        done += of_file
+    return done
+
+
+def _prove_writable(file: Path) -> None:
+    """Refuses a file that could not be written at the end, and leaves nothing behind."""
+    why = "is a folder" if file.is_dir() else None
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writable-"):
+            pass
+    except OSError as error:
+        why = cause(error)
+    if why:
+        raise UserError(f"json: cannot write {str(file)!r} ({why}), allowed is a file in a folder that can be written")
 
 
 def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
@@ -355,12 +390,14 @@ def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
         partial_file.replace(file)
     except OSError as error:
         partial_file.unlink(missing_ok=True)
-        raise UserError(f"json: cannot write {str(file)!r}: {error}") from None
+        raise UserError(f"json: cannot write {str(file)!r} ({cause(error)})") from None
 
 
 def run(paths: list[Path], json_file: Path | None, skip: list[str]) -> int:
     """Checks the folders and prints the rows; 1 when any fails, else 0. `UserError` for input that cannot be read."""
-    rows = check(paths, skip)
+    if json_file is not None:
+        _prove_writable(Path(json_file))
+    rows = _print(check(paths, skip))
     counts = {
         "passed": sum(r.verdict == "pass" for r in rows),
         "failed": sum(r.verdict == "FAIL" for r in rows),
@@ -368,5 +405,5 @@ def run(paths: list[Path], json_file: Path | None, skip: list[str]) -> int:
     }
     if json_file is not None:
         _write_json(Path(json_file), rows, counts)
-    _print(rows, ", ".join(f"{number} {word}" for word, number in counts.items()))
+    print(", ".join(f"{number} {word}" for word, number in counts.items()))
     return 1 if counts["failed"] else 0

@@ -20,7 +20,7 @@ from dsv41.model import extend
 from dsv41.numerics import Policy
 from infer.detokenize import StopStrings, StreamDecoder
 from infer.model import Model
-from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
+from infer.sampling import Sampling, SamplingRows, check_text, sample, sampling_rows
 
 CHUNKS = (16, 64, 256)  # widths of prefill chunks; a shorter rest is padded to the next one
 SMALLEST_CAPACITY = 64
@@ -244,13 +244,10 @@ class Generator:
         speed.prompt_tokens = sum(len(ids) for ids in prompts)
         return last, cache
 
-    def encode(self, text: str) -> list[int]:
-        """BOS and the text's ids; raises `UserError` for empty text and for text that is not Unicode."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError(f"prompt: found {text[:40]!a}, allowed is valid Unicode text") from None
+    def encode(self, text: str, name: str = "prompt") -> list[int]:
+        """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
+        check_text(text, name)
         ids = self.model.tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:
-            raise UserError("prompt: found nothing, allowed is text of at least one token")
+            raise UserError(f"{name}: found {text[:40]!r}, allowed is text of at least one token")
         return [self.model.config.bos_token_id, *ids]

@@ -32,9 +32,14 @@ def load_model(run: Path) -> Model:
     checkpoint_folder = run / "checkpoints"
     latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
     if latest is None:
-        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train wrote")
+        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train or convert wrote")
     config = load_config(run)
     file = run / "tokenizer.json"
+    if not file.exists():
+        raise UserError(
+            f"checkpoint: found no {file.name} in {str(run)!r}, allowed is a folder with the tokenizer of its weights;"
+            f" put the {file.name} that was released with them there"
+        )
     try:
         # A folder that dsv41 convert made has no run.json, and the tokenizer of its source.
         read = tokenizer_from_json if (run / "run.json").exists() else foreign_tokenizer

@@ -14,7 +14,7 @@ from dsv41.errors import UserError
 
 _FLOAT32 = np.finfo(np.float32)
 _INT32_MAX, _UINT32_MAX = 2**31 - 1, 2**32 - 1
-_USE_GREEDY = "for the likeliest token alone set temperature to 0"
+_USE_GREEDY = "for the likeliest token alone set temperature=0"
 
 
 @struct.dataclass
@@ -57,12 +57,17 @@ class Sampling:
         _check_range("seed", self.seed, 0, _UINT32_MAX)
         _check_range("max_new_tokens", self.max_new_tokens, 0, None)
         for text in self.stop:
-            if any("\ud800" <= c <= "\udfff" for c in text):
-                raise UserError(f"stop: found {text[:40]!a}, allowed is valid Unicode text")
-            if not text:
-                raise UserError("stop: found '', allowed is text of at least one character; leave stop empty for none")
+            check_text(text, "stop")
         for token in self.stop_ids:
             _check_range("stop_ids", token, 0, None)
+
+
+def check_text(text: str, name: str) -> None:
+    """Raises `UserError` for empty text and for text that is not Unicode, as bytes from a command line may be."""
+    if not text:
+        raise UserError(f"{name}: found '', allowed is text of at least one character")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UserError(f"{name}: found {text[:40]!a}, allowed is valid Unicode text")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:

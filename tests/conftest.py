@@ -40,6 +40,25 @@ hypothesis.settings.register_profile("dsv41", deadline=None, derandomize="CI" in
 hypothesis.settings.load_profile("dsv41")
 
 
+FIELDS = {
+    "A": "compressor",
+    "B": "indexer and pool",
+    "C": "window",
+    "D": "Engram",
+    "E": "mHC",
+    "F": "FP4 and FP8",
+    "G": "rotary and attention",
+    "H": "experts",
+    "I": "drafting",
+    "J": "text and stopping",
+    "K": "weight files",
+    "L": "JAX",
+    "M": "compiling, devices",
+    "N": "training",
+    "O": "batches",
+}
+
+
 def _exempt_pytree_classes() -> None:
     """Leaves the fields of pytree dataclasses unchecked: JAX rebuilds them around tracers, shardings and None."""
     register = jax.tree_util.register_dataclass
@@ -74,9 +93,11 @@ def pytest_runtestloop(session):
     for item in session.items:
         for mark in item.iter_markers("pitfall"):
             for name in mark.args:
+                assert name[0] in FIELDS, f"{item.nodeid}: no field {name[0]}"
                 tests[name].add(item.nodeid.split("[")[0])
     write = session.config.get_terminal_writer().line
     write()
+    write("a letter is a field: " + ", ".join(f"{letter} {field}" for letter, field in FIELDS.items()))
     for name in sorted(tests, key=_natural_order):
         for n, test in enumerate(sorted(tests[name])):
             write(f"{'' if n else name:6} {test}")

@@ -3,6 +3,7 @@
 from functools import cache as memoize
 from itertools import product
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,8 +368,7 @@ def test_the_state_of_a_row_without_new_tokens_stays():
     _, cache = take_chunks(IDS, [[5], [7]])
     chunk, live = padded(IDS[:, 5:9], WIDTH, np.array([4, 0]))
     _, after, _ = stepper()(tiny_params(CONFIG), cache, chunk, live)
-    for x, y in zip(jax.tree.leaves(row_of(cache, 1)), jax.tree.leaves(row_of(after, 1)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(row_of(cache, 1), row_of(after, 1))
 
 
 def test_impossible_capacities():

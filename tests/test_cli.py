@@ -3,11 +3,14 @@
 import dataclasses
 import errno
 import json
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import dsv41
 from dsv41 import cli
 from train.loop import TrainOptions
 
@@ -26,29 +29,37 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
     assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
     assert "File name too long" in _error(capsys, "verify", "x" * 5000)
-    assert "both" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
+    assert "--config: found beside --preset" in _error(capsys, "plan", "--preset", "toy", "--config", "x")
     assert "no checkpoint" in _error(capsys, "generate", "--checkpoint", str(tmp_path), "--prompt", "x")
     assert "steps" in _error(capsys, "train", "--steps", "-1", "--out", str(tmp_path / "run"))
-    assert "max_seconds" in _error(capsys, "train", "--steps", "0", "--out", str(tmp_path / "run"))
+    assert "--steps: found 0 without --max-seconds" in _error(capsys, "train", "--steps", "0", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     assert "data" in _error(capsys, "train", "--data", str(tmp_path / "gone"), "--out", str(tmp_path / "run"))
 
 
 def test_impossible_generation_is_one_line_before_any_work(capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "hole.jsonl").write_text('"a"\n""\n')
     (tmp_path / "empty.txt").write_text("\n\n")
     for argv, message in (
         ((), "prompt: found none"),
         (("--prompts-file", str(tmp_path / "empty.txt")), "prompt: found none"),
-        (("--prompts-file", str(tmp_path / "gone.txt")), "cannot read"),
+        (("--prompts-file", str(tmp_path / "gone.txt")), "gone.txt' (No such file or directory)\n"),
+        (("--prompts-file", str(tmp_path / "hole.jsonl")), "error: prompt 2: found ''"),
+        (("--prompt", "x", "y", ""), "error: prompt 3: found ''"),
+        (("--prompt", "x", "\udcff"), "error: prompt 2: found '\\udcff'"),
+        (("--prompt", ""), "error: --prompt: found ''"),
         (("--prompts-file", str(tmp_path / "bad.jsonl")), "line 1"),
-        (("--prompt", "x", "--temperature", "-1"), "temperature: found -1.0"),
+        (("--prompt", "x", "--temperature", "-1"), "--temperature: found -1.0"),
         (("--prompt", "x", "--temperature", "nan"), "temperature"),
-        (("--prompt", "x", "--top-p", "0"), "top_p: found 0.0"),
-        (("--prompt", "x", "--top-k", "-3"), "top_k: found -3"),
-        (("--prompt", "x", "--min-p", "1.5"), "min_p: found 1.5"),
-        (("--prompt", "x", "--seed", "-1"), "seed: found -1"),
-        (("--prompt", "x", "--max-new-tokens", "-1"), "max_new_tokens: found -1"),
+        (
+            ("--prompt", "x", "--top-p", "0"),
+            "--top-p: found 0.0, allowed is above 0, up to 1 (off); for the likeliest token alone set --temperature 0",
+        ),
+        (("--prompt", "x", "--top-k", "-3"), "--top-k: found -3"),
+        (("--prompt", "x", "--min-p", "1.5"), "--min-p: found 1.5"),
+        (("--prompt", "x", "--seed", "-1"), "--seed: found -1"),
+        (("--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens: found -1"),
         (("--prompt", "x", "--stop", ""), "stop: found ''"),
         (("--prompt", "x", "--stop", "\udcff"), "allowed is valid Unicode"),
     ):
@@ -79,11 +90,36 @@ def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
 def test_mistakes_in_arguments_are_one_line_too(capsys):
     assert "plan, train, generate, verify, demo" in _error(capsys, "plam")
     assert "--preset" in _error(capsys, "plan", "--presett", "toy").replace("--presett", "")
-    assert "--steps" in _error(capsys, "train", "--steps", "many")
+    assert _error(capsys) == (
+        "dsv41: error: found no command, allowed are plan, train, generate, verify, demo, convert; see dsv41 --help\n"
+    )
+    assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")
+    assert "error: --lr: found 'x', allowed is a number\n" in _error(capsys, "train", "--lr", "x")
+    assert "SRC A folder" in _error(capsys, "convert")
     assert "--checkpoint" in _error(capsys, "generate", "--prompt", "x")
     with pytest.raises(SystemExit) as found:
         cli.run(["--help"])
     assert found.value.code == 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in cli._COMMANDS.values()])
+def test_messages_name_options_as_they_are_typed(kind):
+    """Of every command, whichever field of it the library names."""
+    options = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(kind) if f.name not in cli._POSITIONAL}
+    for name, option in options.items():
+        assert cli._spelled(f"{name}: found 1", kind) == f"{option}: found 1"
+        assert cli._spelled(f"x: set {name}=1, not 'a {name}=2'", kind) == f"x: set {option} 1, not 'a {name}=2'"
+    for name, option in options.items():
+        if "_" in name:
+            said = f"x: found '{name}' without {name}, --{name} or {name}; /x/{name}/y, {name}.json, a_{name}_b"
+            want = f"x: found '{name}' without {option}, {option} or {option}; /x/{name}/y, {name}.json, a_{name}_b"
+            assert cli._spelled(said, kind) == want
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"dsv41 {dsv41.__version__} (jax {jax.__version__}") and out.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -111,6 +147,22 @@ def test_plan(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
     assert lines[1].startswith("layer=1 half=encoder ratio=2 mode=full ")
+
+
+@pytest.mark.parametrize("preset", ["flash", "toy"])
+def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["plan", "--preset", preset]) == 0
+    *lines, closing = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    monkeypatch.undo()
+    assert cli.run(["plan", "--preset", preset, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert len(lines) == len(table["layers"]) + 2 and max(map(len, lines)) <= 80
+    for line, layer in zip(lines[2:], table["layers"], strict=True):
+        cells = line.split()
+        assert [cells[1], cells[3], cells[-1]] == [layer["half"], layer["mode"], f"{layer['parameters']:,}"]
+    assert closing.endswith("routing by score in all")
 
 
 def test_train_arguments_are_the_options_of_the_loop():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dsv41 import verify
 from dsv41.errors import UserError
 from dsv41.quant import INDEX_KEY, WINDOW_KV
 from dsv41.verify import compare_codes, compare_floats, compare_ids, run
@@ -138,9 +140,10 @@ def test_truncated_file_is_refused(model, name):
 
 
 def test_folders_without_cases_config_or_weights_are_refused(model, tmp_path):
-    for path in (tmp_path / "nothing", model / "config.json"):
-        with pytest.raises(UserError, match="no such folder"):
-            run([path], None, [])
+    os.mkfifo(tmp_path / "pipe")
+    for path, found in (("nothing", "nothing there"), ("model/config.json", "a file"), ("pipe", "something else")):
+        with pytest.raises(UserError, match=f"found {found}, allowed is a folder"):
+            run([tmp_path / path], None, [])
     for file in model.glob("weights*"):
         file.unlink()
     with pytest.raises(UserError, match="weights"):
@@ -158,6 +161,33 @@ def test_skipped_files_are_listed_and_unknown_ones_refused(model, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 0 failed, 1 skipped"
     with pytest.raises(UserError, match="did you mean 'fp32_len7'"):
         run([model], None, ["fp32_len*", "fp32_len8"])
+
+
+@pytest.mark.parametrize("output", ["gone/report.json", "model", "model/config.json/report.json"])
+def test_what_could_not_be_written_or_skipped_is_refused_before_any_work(model, tmp_path, monkeypatch, output):
+    monkeypatch.setattr(verify, "_run_case", lambda *a: pytest.fail("ran a case"))
+    monkeypatch.setattr(verify, "load_params", lambda *a: pytest.fail("read the weights"))
+    with pytest.raises(UserError, match="json: cannot write"):
+        run([model], tmp_path / output, [])
+    with pytest.raises(UserError, match="skip: no case"):
+        run([model, GOLDEN / "unit"], tmp_path / "report.json", ["fp32_len8"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_a_terminal_shows_every_name_whole(monkeypatch, capsys, columns):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", columns)
+    names = ["step.layers.4.indexer.candidates", "layers.39.ffn.experts.383.w2.weight.scale_bytes"]
+    rows = [verify.Row("decode_quant_p1_t12.safetensors", name, 1e-9, "123456/123456", "FAIL", "no " * 30) for name in names]
+    assert verify._print(rows) == rows
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    # A name that is longer than its column goes on below itself.
+    assert all(name in "".join(line.split(" ")[0] for line in lines) for name in names)
+    assert any("decode_quant_p1_t12.safetensors" in line for line in lines)
+    if columns == "80":
+        assert all(any(line.startswith(name) for line in lines) for name in names)
 
 
 def test_comparisons():

@@ -7,6 +7,7 @@ detects a cut file but hands out the numbers of one whose bytes changed.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -78,6 +79,28 @@ def _split(state: Any) -> dict[str, dict[str, Any]]:
 
 def _described(flat: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()}
+
+
+def _is_manifest(value: Any) -> bool:
+    """Whether JSON is what `Checkpoints.save` writes: readers take its parts as they are."""
+
+    def is_array(described: Any) -> bool:
+        if not (isinstance(described, list) and len(described) == 2 and isinstance(described[1], str)):
+            return False
+        try:
+            jnp.dtype(described[1])
+        except TypeError:
+            return False
+        return _are_sizes(described[0])
+
+    if not isinstance(value, dict) or not all(isinstance(value.get(part), dict) for part in ("meta", "arrays", "files")):
+        return False
+    arrays = itertools.chain(*(item.values() if isinstance(item, dict) else [None] for item in value["arrays"].values()))
+    return all(map(is_array, arrays)) and all(_are_sizes(checksum) and len(checksum) == 2 for checksum in value["files"].values())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _checksum(file: Path) -> list[int]:
@@ -180,11 +203,8 @@ class Checkpoints:
         Raises `UserError` for a checkpoint that is missing or damaged.
         """
         manifest = self._manifest(step)
-        try:
-            described = manifest["arrays"].get(item, {})
-            abstract = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in described.items()}
-        except (TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{self._where(step)}: {_MANIFEST} is damaged") from error
+        described = manifest["arrays"].get(item, {})
+        abstract = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in described.items()}
         return self._load(step, manifest, {item: abstract})[item] if abstract else {}
 
     def described(self, step: int) -> dict[str, dict[str, Any]]:
@@ -205,11 +225,11 @@ class Checkpoints:
             raise UserError(f"checkpoints: no step {step} in {str(self._directory)!r}, {found}")
         try:
             manifest = json.loads((self._directory / str(step) / _MANIFEST).read_text(encoding="utf-8"))
-            if not all(isinstance(manifest[part], dict) for part in ("meta", "arrays", "files")):
-                raise TypeError("not an object")
+            if not _is_manifest(manifest):
+                raise TypeError("of another form")
         except OSError as error:
             raise UserError(f"{self._where(step)}: cannot read {_MANIFEST} ({_reason(error)})") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{self._where(step)}: {_MANIFEST} is damaged") from error
         return manifest
 

@@ -5,10 +5,12 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
-from dsv41.errors import UserError, nearest
+from dsv41.errors import UserError
 
 STDLIB = "stdlib"
 
@@ -43,6 +45,7 @@ def load_corpus(data: Sequence[str] = (STDLIB,)) -> list[Document]:
     """
     documents: list[Document] = []
     seen: set[str] = set()
+    check_paths(data)
     for entry in data:
         count = 0
         try:
@@ -57,8 +60,6 @@ def load_corpus(data: Sequence[str] = (STDLIB,)) -> list[Document]:
             raise UserError(f"data: cannot read {error.filename or entry}: {error.strerror or error}") from error
         if not count:
             raise UserError(f"data: found no text in {entry!r}, allowed is UTF-8 text, in a file or below a folder")
-    if not documents:
-        raise UserError(f"data: found nothing, allowed are {STDLIB!r}, text files and folders")
     return documents
 
 
@@ -71,23 +72,41 @@ def _read_entry(entry: str) -> Iterator[tuple[str, str, Path, str]]:
 
 
 def _user_files(entry: str) -> Iterator[tuple[str, str, Path]]:
-    path = Path(entry).expanduser()
+    path = _path(entry)
     if path.is_dir():
         top = path.resolve().name
         for relative, file in _walk(path, "", set()):
             yield f"{top}/{relative}", relative.split("/")[0], file
-    elif path.is_file():
-        yield path.name, path.name, path
     else:
-        near = nearest(entry, [STDLIB, *_siblings(path)])
-        raise UserError(f"data: found no file or folder {entry!r}, allowed are {STDLIB!r}, text files and folders{near}")
+        yield path.name, path.name, path
 
 
-def _siblings(path: Path) -> list[str]:
-    folder = path.parent
-    if not folder.is_dir():
-        return []
-    return [str(folder / name) for name in sorted(os.listdir(folder))]
+def check_paths(data: Sequence[str]) -> None:
+    """Raises `UserError` for no entry, and for one that is neither ``"stdlib"`` nor a file nor a folder; reads nothing."""
+    allowed = f"allowed are {STDLIB!r}, text files and folders"
+    if not data:
+        raise UserError(f"data: found nothing, {allowed}")
+    for path in map(_path, data):
+        if str(path) == STDLIB or path.is_dir() or path.is_file():
+            continue
+        if path.exists():
+            raise UserError(f"data: found a device or pipe at {str(path)!r}, {allowed}")
+        kind = "a link to nothing" if path.is_symlink() else "nothing"
+        raise UserError(f"data: found {kind} at {str(path)!r}, {allowed}{_nearest_path(path)}")
+
+
+def _path(entry: str) -> Path:
+    # Unlike Path.expanduser this leaves the home of an unknown user as it is.
+    return Path(os.path.expanduser(entry))
+
+
+def _nearest_path(path: Path) -> str:
+    """A suggestion from beside ``path``, by the names alone: paths in one folder are always alike."""
+    names = [STDLIB] if path.parent == Path() else []
+    with suppress(OSError):
+        names += sorted(os.listdir(path.parent))
+    close = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 
 def _stdlib_files() -> Iterator[tuple[str, str, Path]]:

@@ -15,6 +15,8 @@ from train.packing import Packed, pack, targets_and_weights
 from train.tokenizer import cached_tokenizer, encode_documents, token_bytes
 
 _MAX_SEED = 2**32 - 1
+# Grain counts the batches of a repeat without end in floating point, past what len() can return when they hold one row.
+_EPOCHS = 2**32
 # Deep enough to hide the making of a batch behind a step; a batch is small.
 _PREFETCH = 8
 
@@ -48,22 +50,27 @@ class _Rows:
         return Packed(self._packed.ids[row], self._packed.segments[row])
 
 
+def check_stream(batch_size: int, seed: int) -> None:
+    """Raises `UserError` for a batch size under 1 and a seed outside 32 bits."""
+    if batch_size < 1:
+        raise UserError(f"batch_size: found {batch_size}, allowed is 1 or more; nearest is 1")
+    if not 0 <= seed <= _MAX_SEED:
+        near = min(max(seed, 0), _MAX_SEED)
+        raise UserError(f"seed: found {seed}, allowed is 0 to {_MAX_SEED}; nearest is {near}")
+
+
 class TrainData:
     """An endless stream of rows: every epoch all rows once in an order of its own, with no gap between epochs.
 
     Step s takes positions ``s * batch_size`` to ``(s + 1) * batch_size - 1`` of the stream, whatever ran before it and
     on however many hosts, so the step number is all there is to store for a resume.
 
-    Raises `UserError` for a batch size under 1 and a seed outside 32 bits.
+    Raises `UserError` for arguments that `check_stream` refuses.
     """
 
     def __init__(self, packed: Packed, batch_size: int, seed: int):
-        if batch_size < 1:
-            raise UserError(f"batch_size: found {batch_size}, allowed is 1 or more; nearest is 1")
-        if not 0 <= seed <= _MAX_SEED:
-            near = min(max(seed, 0), _MAX_SEED)
-            raise UserError(f"seed: found {seed}, allowed is 0 to {_MAX_SEED}; nearest is {near}")
-        rows = grain.MapDataset.source(_Rows(packed)).seed(seed).shuffle().repeat()
+        check_stream(batch_size, seed)
+        rows = grain.MapDataset.source(_Rows(packed)).seed(seed).shuffle().repeat(_EPOCHS)
         self._batches = rows.batch(batch_size).map(to_batch)
 
     def batch(self, step: int) -> Batch:

@@ -13,8 +13,11 @@ from dsv41.plan import cache_bytes_per_token
 from infer.model import load_model
 from infer.speed import measure
 from train.corpus import Document
-from train.loop import TrainOptions, TrainResult, make_writable, train
+from train.curve import plot_losses, running_mean
+from train.loop import TrainResult, train
 from train.ngram import bits_per_byte
+from train.options import TrainOptions, make_writable
+from train.progress import Report
 
 _PROMPTS = 3
 _PROMPT_LINES = 6
@@ -68,25 +71,26 @@ def _speed_lines(speed: dict[str, float]) -> list[str]:
     lines = [
         "## Generating",
         "",
-        f"Through the cache at a context of {speed['context']} tokens (medians, no compiling); plain: one forward pass a token.",
+        f"Each sequence goes from {speed['prompt']} tokens to {speed['context']}; medians, without compiling. Tokens/s count all",
+        "sequences of a batch. The plain path has no cache and runs the whole sequence again for each new token.",
         "",
-        "| batch | prefill tokens/s | decode tokens/s | times plain | cache bytes |",
-        "|---|---|---|---|---|",
+        "| path | sequences | prefill tokens/s | decode tokens/s | decode tokens/s of one sequence | cache bytes |",
+        "|---|---|---|---|---|---|",
     ]
     for batch in SPEED_BATCHES:
         decode = speed[f"decode_batch_{batch}"]
         lines.append(
-            f"| {batch} | {speed[f'prefill_batch_{batch}']:,.0f} | {decode:,.0f} | {decode / plain:.1f}"
-            f" | {speed[f'cache_bytes_batch_{batch}']:,} |"
+            f"| cache | {batch} | {speed[f'prefill_batch_{batch}']:,.0f} | {decode:,.0f} | {decode / batch:,.0f}"
+            f" ({decode / batch / plain:.1f} times plain) | {speed[f'cache_bytes_batch_{batch}']:,} |"
         )
-    return [*lines, f"| 1, plain | - | {plain:,.1f} | 1 | - |", ""]
+    return [*lines, f"| plain | 1 | - | {plain:,.1f} | {plain:,.1f} | - |", ""]
 
 
 def _report(result: TrainResult, baseline: float, texts: list[dict], speed: dict[str, float], seconds: float) -> str:
     families: dict[str, int] = {}
     for spec in spec_leaves(text_specs(result.config)):
         families[spec.family] = families.get(spec.family, 0) + spec.size
-    first = result.first_bits_per_byte
+    (first, last), step = result.scores, result.records[-1]
     lines = [
         "# dsv41 demo",
         "",
@@ -95,10 +99,12 @@ def _report(result: TrainResult, baseline: float, texts: list[dict], speed: dict
         "",
         "![loss](loss.png)",
         "",
-        f"held-out bits per byte: {result.bits_per_byte:.4f}",
+        f"held-out bits per byte: {last.bits_per_byte:.4f}",
         f"order-2 byte model: {baseline:.4f}",
-        f"held-out bits per byte at step 0: {'not measured (resumed)' if first is None else f'{first:.4f}'}",
-        f"last training loss: {result.loss:.4f} nats per token",
+        f"held-out bits per byte at step 0, of the first rows: {first.bits_per_byte:.4f}",
+        f"held-out cross-entropy: {last.nats_per_token:.4f} nats per token",
+        f"training cross-entropy, running mean: {running_mean([r['ce'] for r in result.records])[-1]:.4f} nats per token",
+        f"training loss of the last step, with the routers' and the indexers' terms: {step['loss']:.4f}",
         f"tokens/s: {result.tokens_per_second:.0f}",
         f"compile time: {result.compile_seconds:.1f} s",
         f"parameters: {sum(families.values()):,}",
@@ -130,16 +136,20 @@ def demo(seconds: float, out: Path) -> int:
     if (run / "run.json").exists():
         shutil.rmtree(run)
     result = train(TrainOptions(out=run, steps=0, max_seconds=seconds, checkpoint_every=10**9, keep=1))
-    shutil.copyfile(run / "loss.png", out / "loss.png")
-    baseline = bits_per_byte(result.prepared.train_documents, result.prepared.heldout_documents)
-    speed = measure(load_model(run), SPEED_BATCHES)
-    texts = _generate(run, _prompts(result.prepared.heldout_documents))
+    with Report() as progress:
+        progress.phase("counting the byte model")
+        baseline = bits_per_byte(result.prepared.train_documents, result.prepared.heldout_documents)
+        plot_losses(result.records, result.scores, out / "loss.png", "toy", baseline)
+        progress.phase("measuring prefill and decode speed")
+        speed = measure(load_model(run), SPEED_BATCHES)
+        progress.phase("generating text in a new process")
+        texts = _generate(run, _prompts(result.prepared.heldout_documents))
     report = out / "report.md"
     report.write_text(_report(result, baseline, texts, speed, seconds), encoding="utf-8")
-    print(f"held-out bits per byte: {result.bits_per_byte:.4f}")
+    print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"order-2 byte model: {baseline:.4f}")
     ratio = speed["decode_batch_1"] / speed["plain_decode"]
-    print(f"decode: {speed['decode_batch_1']:.0f} tokens/s through the cache, {ratio:.1f} times the plain path")
+    print(f"decode: {speed['decode_batch_1']:.0f} tokens/s through the cache, {ratio:.1f} times the path without one")
     for text in texts:
         print(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}")
     print(f"report: {report}")

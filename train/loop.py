@@ -1,10 +1,7 @@
 """A training run in a folder: data, steps, metrics, checkpoints, resume, scores and the loss curve."""
 
-import hashlib
 import json
-import math
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,19 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from dsv41.config import ModelConfig, load_config, preset, replace, save_config, to_released
+from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
-from train.corpus import STDLIB
+from train.curve import Score, plot_losses
 from train.data import Batch, Prepared, TrainData, prepare, to_batch
 from train.optim.schedule import warmup_hold_cosine
+from train.options import TrainOptions, check_options
 from train.packing import Packed
+from train.progress import Report
+from train.run import Run, check_options_same, check_same, identity, read_run, write_run, write_text
 from train.step import EvalStep, TrainState, init_state, make_eval_step, make_train_step
 from train.tokenizer import cache_root
 
@@ -36,160 +34,69 @@ from train.tokenizer import cache_root
 _TIMED_STEPS = 4
 # Part of the seconds kept for checkpoints and the plot.
 _RESERVE = 0.95
-_PLAIN_SECONDS = 10.0
 # Held-out rows scored before the first step; the score after the last one takes all.
 _FIRST_SCORE_ROWS = 64
 CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What a run is. steps: 0 for as many as ``max_seconds`` allow. config: a config.json in place of ``preset``."""
-
-    out: Path = Path("runs/train")
-    preset: str = "toy"
-    config: Path | None = None
-    data: tuple[str, ...] = (STDLIB,)
-    steps: int = 1000
-    batch_size: int = 4
-    length: int = 256
-    lr: float = 1.5e-2
-    seed: int = 0
-    checkpoint_every: int = 500
-    keep: int = 2
-    max_seconds: float | None = None
-    evaluate: bool = True
+# What is read of a record of metrics.jsonl.
+_RECORD = {"step": int, "ce": float, "loss": float}
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. Bits per byte are None where not scored; ``first_bits_per_byte`` is of the initial weights."""
+    """How a run ended.
+
+    records: of every step, as in metrics.jsonl: ``loss`` is the whole training loss, ``ce`` the cross-entropy in it, nats
+    per token. scores: of the held-out text at step 0 (its first rows alone) and at the end, where asked for.
+    """
 
     state: TrainState
     config: ModelConfig
     prepared: Prepared
     steps: int
     resumed_from: int
-    loss: float
+    records: list[dict[str, Any]]
     tokens_per_second: float
     compile_seconds: float
-    first_bits_per_byte: float | None
-    bits_per_byte: float | None
-
-
-def _check(options: TrainOptions) -> None:
-    for name, low in (("steps", 0), ("batch_size", 1), ("checkpoint_every", 1), ("keep", 1)):
-        value = getattr(options, name)
-        if value < low:
-            raise UserError(f"{name}: found {value}, allowed is {low} or more; nearest is {low}")
-    if not (math.isfinite(options.lr) and options.lr > 0):
-        raise UserError(f"lr: found {options.lr}, allowed is a finite number above 0")
-    if options.max_seconds is not None and not options.max_seconds > 0:
-        raise UserError(f"max_seconds: found {options.max_seconds}, allowed is a number above 0")
-    if options.steps == 0 and options.max_seconds is None:
-        raise UserError("steps: found 0 without max_seconds, allowed is 1 or more; nearest is 1")
-
-
-def make_writable(folder: Path) -> None:
-    """Makes ``folder`` and proves that it can be written; raises `UserError` when not."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"out: cannot write {str(folder)!r} ({error.strerror}), allowed is a folder that can be written"
-        ) from error
+    scores: list[Score]
 
 
 def fit_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, np.ndarray]:
     """``config`` with the tokenizer's vocabulary, and the tokenizer's folding map int32[V]."""
     fold, classes = token_map(tokenizer)
     vocab = tokenizer.get_vocab_size(with_added_tokens=True)
-    return replace(config, vocab_size=vocab, engram_compressed_vocab_size=classes), fold
-
-
-def _identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) -> dict[str, Any]:
-    """Whatever decides a run's numbers, as JSON: a resume needs all of it unchanged."""
-    digest = hashlib.sha256()
-    for array in (*prepared.train, *prepared.heldout):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return {
-        "config": to_released(config),
-        "data": digest.hexdigest(),
-        "batch_size": options.batch_size,
-        "length": options.length,
-        "lr": options.lr,
-        "seed": options.seed,
-    }
-
-
-def _check_same(found: dict[str, Any], wanted: dict[str, Any], out: Path) -> None:
-    for name, value in wanted.items():
-        old = found.get(name)
-        if old == value:
-            continue
-        say = f"found {value!r}, the run in {str(out)!r} has {old!r}"
-        if name in ("config", "data"):
-            say = f"found another {name} than that of the run in {str(out)!r}"
-        raise UserError(f"{name}: {say}; resume with the same, or name another out")
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        return replace(config, vocab_size=vocab, engram_compressed_vocab_size=classes), fold
+    except UserError as error:
+        raise UserError(f"config: does not fit the {vocab:,} tokens that the text gives: {error}; nearest is more text") from None
 
 
 def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
-    """The records of steps up to ``last``; a line cut short by a crash ends them."""
+    """The records of steps up to ``last``; a line cut short by a crash, or of another form, ends them."""
     records = []
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
+                break
+            if not isinstance(record, dict) or not all(type(record.get(k)) is t for k, t in _RECORD.items()):
                 break
             if record["step"] <= last:
                 records.append(record)
     return records
 
 
-def score(step: EvalStep, params: Any, packed: Packed, batch_size: int, token_bytes: np.ndarray) -> float:
-    """Bits per byte of the rows: nats of every target, ends of documents among them, over the bytes of their text."""
-    nats = 0.0
+def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray) -> Score:
+    """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
+    nats = tokens = 0.0
     for start in range(0, len(packed.ids), batch_size):
         rows = Packed(packed.ids[start : start + batch_size], packed.segments[start : start + batch_size])
         short = batch_size - len(rows.ids)
         # The last batch is filled with empty rows, so that one compiled shape serves all.
         batch = to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows)))
-        nats += float(step(params, batch)[0])
-    return nats / math.log(2) / max(int(token_bytes[packed.ids].sum()), 1)
-
-
-def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
-    """Draws loss over steps, with a running mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = [r["step"] for r in records]
-    losses = [r["ce"] for r in records]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
-    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="step")
-    mean, smooth = None, []
-    for loss in losses:
-        mean = loss if mean is None or not math.isfinite(mean) else 0.95 * mean + 0.05 * loss
-        smooth.append(mean)
-    axes.plot(steps, smooth, color="C0", label="running mean")
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+        found = step(state.params, batch)
+        nats, tokens = nats + float(found[0]), tokens + float(found[1])
+    return Score(int(state.step), nats, int(tokens), int(token_bytes[packed.ids].sum()))
 
 
 @contextmanager
@@ -211,39 +118,25 @@ def _interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, old)
 
 
-class _Report:
-    """The progress line on a terminal, or a plain line every few seconds elsewhere."""
-
-    def __init__(self, total: int, done: int):
-        self.console = Console(stderr=True)
-        columns = (
-            "step {task.completed}/{task.total}",
-            "loss {task.fields[loss]:.3f}",
-            "{task.fields[rate]:.0f} tok/s",
-        )
-        self._progress = Progress(*(TextColumn(c) for c in columns), BarColumn(), TimeRemainingColumn(), console=self.console)
-        self._task = self._progress.add_task("train", total=total, completed=done, loss=math.nan, rate=0.0)
-        self._said = -math.inf
-
-    def __enter__(self) -> "_Report":
-        if self.console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self._progress.stop()
-
-    def step(self, done: int, total: int, loss: float, rate: float) -> None:
-        self._progress.update(self._task, completed=done, total=total, loss=loss, rate=rate)
-        now = time.monotonic()
-        if not self.console.is_terminal and (now - self._said > _PLAIN_SECONDS or done == total):
-            self._said = now
-            self.console.print(f"step {done}/{total}  loss {loss:.4f}  {rate:.0f} tokens/s", highlight=False)
-
-
 def _device_batch(batch: Batch) -> Batch:
     return jax.tree.map(jnp.asarray, batch)
+
+
+def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
+    """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
+
+    Raises `UserError` for options that cannot be used, or are not those of that run; the data are not read.
+    """
+    config = check_options(options)
+    step = Checkpoints(options.out / CHECKPOINTS, options.keep).latest()
+    if step is None:
+        return None
+    run = read_run(options.out)
+    check_options_same(run, options, config)
+    total = options.steps or run.total
+    score = next((found for found in run.scores if found.step == step), None)
+    left = not total or step < total or (options.evaluate and score is None)
+    return None if left else (step, score)
 
 
 def train(options: TrainOptions) -> TrainResult:
@@ -252,68 +145,72 @@ def train(options: TrainOptions) -> TrainResult:
     A run that was stopped and resumed ends with the same numbers as one that was not. Raises `UserError` for options
     that cannot be used, and for a folder with a run of other options.
     """
+    with Report() as report:
+        return _train(options, report)
+
+
+def _train(options: TrainOptions, report: Report) -> TrainResult:
     began = time.monotonic()
-    _check(options)
-    config = preset(options.preset) if options.config is None else load_config(options.config)
-    make_writable(options.out)
+    config = check_options(options)
     out = options.out
     checkpoints = Checkpoints(out / CHECKPOINTS, options.keep)
     latest = checkpoints.latest()
-    vocab = config.vocab_size
-    prepared = prepare(options.data, vocab, options.length, config.document_alignment, cache_root())
+    if latest is not None:
+        check_options_same(read_run(out), options, config)
+    report.phase("reading the text and packing its tokens")
+    prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
     data = TrainData(prepared.train, options.batch_size, options.seed)
     config, fold = fit_vocabulary(config, prepared.tokenizer)
-    identity = _identity(options, config, prepared)
+    facts = identity(options, config, prepared)
 
+    report.phase("drawing the initial weights")
     state = init_state(config, options.seed)
     resumed, total = 0, options.steps
+    scores: list[Score] = []
     if latest is not None:
-        run_file = out / "run.json"
-        try:
-            run = json.loads(run_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"out: {str(out)!r} holds checkpoints but no {run_file.name}, allowed is a new folder") from None
-        _check_same(run, identity, out)
+        run = read_run(out)
+        check_same(run, facts, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+        report.phase(f"reading the checkpoint of step {latest}")
         state, _ = checkpoints.restore(latest, abstract)
-        resumed, total = int(state.step), total or int(run.get("total", 0))
+        resumed, total = int(state.step), total or run.total
+        scores = [found for found in run.scores if found.step <= resumed]
     else:
+        out.mkdir(parents=True, exist_ok=True)
         save_config(config, out / "config.json")
-        _write(out / "tokenizer.json", prepared.tokenizer.to_str())
-        _write(out / "run.json", json.dumps({**identity, "total": total}) + "\n")
+        write_text(out / "tokenizer.json", prepared.tokenizer.to_str())
+        write_run(out, Run(facts, total))
 
     policy = Policy()
     eval_step = make_eval_step(config, policy, fold)
-    first_score = last_score = None
     if options.evaluate and not resumed:
+        report.phase("scoring held-out text before training")
         some = Packed(*(a[:_FIRST_SCORE_ROWS] for a in prepared.heldout))
-        first_score = score(eval_step, state.params, some, options.batch_size, prepared.token_bytes)
+        scores.append(score(eval_step, state, some, options.batch_size, prepared.token_bytes))
+        write_run(out, Run(facts, total, tuple(scores)))
 
+    report.phase("compiling the training step")
     compiling = time.monotonic()
     example = _device_batch(data.batch(0))
     train_step = make_train_step(config, policy, fold).lower(state, example, jnp.float32(0)).compile()  # pyright: ignore
     compile_seconds = time.monotonic() - compiling
 
     records = _read_metrics(out / "metrics.jsonl", resumed) if resumed else []
-    _write(out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    write_text(out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     schedule = warmup_hold_cosine(total, options.lr) if total else None
     done = saved = resumed
     tokens, started = 0, time.monotonic()
     timed = 0.0
-    loss = records[-1]["loss"] if records else math.nan
 
     def save() -> None:
         nonlocal saved
         if saved != done or (latest is None and done == 0):
-            checkpoints.save(done, state, {**identity, "total": total})
+            checkpoints.save(done, state, {**facts, "total": total})
             saved = done
 
     batches = data.iterator(done)
-    with (
-        open(out / "metrics.jsonl", "a", encoding="utf-8") as log,
-        _Report(total, done) as report,
-        _interruptible() as stop,
-    ):
+    with open(out / "metrics.jsonl", "a", encoding="utf-8") as log, _interruptible() as stop:
+        report.phase("training")
         while (not total or done < total) and not stop.is_set():
             now = time.monotonic()
             if options.max_seconds is not None and total and done and now - began > options.max_seconds:
@@ -326,7 +223,6 @@ def train(options: TrainOptions) -> TrainResult:
             done += 1
             took = time.monotonic() - now
             tokens += batch.ids.size
-            loss = values["loss"]
             record = {"step": done, **values, "seconds": round(took, 4)}
             records.append(record)
             log.write(json.dumps(record) + "\n")
@@ -337,28 +233,35 @@ def train(options: TrainOptions) -> TrainResult:
                 if done >= _TIMED_STEPS:
                     total = done + max(int(left / (timed / done)), 1)
                     schedule = warmup_hold_cosine(total, options.lr)
-                    _write(out / "run.json", json.dumps({**identity, "total": total}) + "\n")
-            report.step(done, total or done, loss, tokens / max(time.monotonic() - started, 1e-9))
+                    write_run(out, Run(facts, total, tuple(scores)))
+            report.step(done, total, values["loss"], tokens / max(time.monotonic() - started, 1e-9))
             if done % options.checkpoint_every == 0:
                 save()
         speed = tokens / max(time.monotonic() - started, 1e-9)
+        report.phase(f"writing the checkpoint of step {done}")
         save()
         interrupted = stop.is_set()
+    if options.evaluate and not interrupted:
+        report.phase("scoring held-out text")
+        scores = [found for found in scores if found.step < done]
+        scores.append(score(eval_step, state, prepared.heldout, options.batch_size, prepared.token_bytes))
+    write_run(out, Run(facts, total, tuple(scores)))
     if records:
-        plot_losses(records, out / "loss.png")
+        plot_losses(records, scores, out / "loss.png", _name(options))
     if interrupted:
         raise KeyboardInterrupt
-    if options.evaluate:
-        last_score = score(eval_step, state.params, prepared.heldout, options.batch_size, prepared.token_bytes)
     return TrainResult(
         state=state,
         config=config,
         prepared=prepared,
         steps=done,
         resumed_from=resumed,
-        loss=loss,
+        records=records,
         tokens_per_second=speed,
         compile_seconds=compile_seconds,
-        first_bits_per_byte=first_score,
-        bits_per_byte=last_score,
+        scores=scores,
     )
+
+
+def _name(options: TrainOptions) -> str:
+    return options.preset if options.config is None else options.config.stem

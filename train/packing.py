@@ -19,6 +19,13 @@ class Packed(NamedTuple):
     segments: np.ndarray
 
 
+def check_length(length: int, align: int) -> None:
+    """Raises `UserError` when ``length`` is not a multiple of ``align``, or under 3 (BOS, a token, EOS)."""
+    if length < 3 or length % align:
+        near = max(round(length / align), -(-3 // align), 1) * align
+        raise UserError(f"length: found {length}, allowed is a multiple of {align} and 3 or more; nearest is {near}")
+
+
 def pack(documents: Sequence[np.ndarray], length: int, align: int) -> Packed:
     """Packs token ids, int32[n] each, into rows of ``length``; the same documents give the same rows.
 
@@ -27,11 +34,9 @@ def pack(documents: Sequence[np.ndarray], length: int, align: int) -> Packed:
     Pieces go whole, largest first, into the row with the least room that takes them, and start at multiples of
     ``align``, so that compression groups and pool blocks never mix two documents.
 
-    Raises `UserError` when ``length`` is not a multiple of ``align``, or under 3 (BOS, a token, EOS).
+    Raises `UserError` for a ``length`` that `check_length` refuses.
     """
-    if length < 3 or length % align:
-        near = max(round(length / align), -(-3 // align), 1) * align
-        raise UserError(f"length: found {length}, allowed is a multiple of {align} and 3 or more; nearest is {near}")
+    check_length(length, align)
     pieces = [piece for document in documents for piece in _pieces(document, length)]
     units = np.array([-(-len(piece) // align) for piece in pieces], np.int64)
     rows, starts, count = _best_fit(units, length // align)

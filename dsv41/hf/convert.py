@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config, save_config
 from dsv41.errors import UserError
-from dsv41.hf.folder import ReleasedFolder, Selection, missing_parts, open_folder
+from dsv41.hf.folder import ReleasedFolder, Selection, missing_parts, open_folder, refuse
 from dsv41.hf.load import ShardingRule, fsdp, load_carried, load_params, load_scales, one_device
 from dsv41.hf.names import PARTS, Slot, key_table, text_leaves
 from dsv41.hf.save import (
@@ -192,11 +192,8 @@ def _export(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
     config = load_config(options.src)
     selected = _selection(options, config).config(config)
     target = options.quantize or default_target(config)
-    carried = set(store.described(step).get(_CARRIED, {}))
     slots = key_table(selected)
-    absent = [slot for slot in slots.values() if slot.part != "text" and slot.weight.name not in carried]
-    if absent:
-        raise UserError(f"{options.src}: {'; '.join(missing_parts(slots, absent))}")
+    refuse(options.src, list(_misfits(store.described(step), config, slots)))
     if options.dry_run:
         _print(_export_plan(slots, list(_units(slots.values(), config, target, {}, {}, {})), f"checkpoint {step}"))
         return
@@ -211,6 +208,39 @@ def _export(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
         _copy_side_files(options.src, partial)
     print(f"wrote {len(tensors):,} tensors of {total:,} bytes as {target}, from step {step}")
     print(f"weights: {options.dst}")
+
+
+def _misfits(described: dict[str, dict[str, Any]], config: ModelConfig, slots: dict[str, Slot]) -> Iterator[str]:
+    """What in a checkpoint, told by its arrays' shapes and dtypes, is not of the model of ``config``.
+
+    slots: those to write, all of whose weights must be there.
+    """
+    say = lambda shape, dtype: f"{dtype}[{', '.join(map(str, shape))}]"  # noqa: E731
+    leaves = zip(text_leaves(config), jax.tree.leaves(abstract_params(text_specs(config))), strict=True)
+    params, held = {path: say(leaf.shape, leaf.dtype) for path, leaf in leaves}, described.get("params", {})
+    for path, allowed in params.items():
+        if path not in held:
+            yield f"{path!r} is missing from its checkpoint"
+        elif (found := say(*held[path])) != allowed:
+            yield f"{path!r}: found {found}, allowed by config.json is {allowed}"
+    yield from (f"{path!r} is unknown to config.json" for path in held if path not in params)
+
+    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {_SCALES: {}, _CARRIED: {}}
+    for slot in key_table(config).values():
+        if slot.part != "text":
+            shapes[_CARRIED].update({tensor.name: {tensor.shape} for tensor in slot.tensors})
+            shapes[_CARRIED][slot.weight.name].add(slot.shape)  # where it is not packed
+        elif slot.scale is not None:
+            stack = () if slot.expert is None else slot.spec.shape[:1]
+            shapes[_SCALES][slot.path] = {(*stack, *slot.scale.shape)}
+    for item, known in shapes.items():
+        for name, (shape, _) in described.get(item, {}).items():
+            if name not in known:
+                yield f"{item} {name!r} is unknown to config.json"
+            elif tuple(shape) not in known[name]:
+                yield f"{item} {name!r}: found shape {shape}, allowed by config.json is {list(min(known[name]))}"
+    carried = described.get(_CARRIED, {})
+    yield from missing_parts(slots, [slot for slot in slots.values() if slot.part != "text" and slot.weight.name not in carried])
 
 
 def _abstract(config: ModelConfig) -> Any:

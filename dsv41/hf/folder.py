@@ -143,12 +143,17 @@ def open_folder(
     folder = ReleasedFolder(path, selected, slots, where, ())
     if files:
         problems += _check(folder, key_table(whole))
+    refuse(path, problems)
+    taken = {name for name, _ in folder.tensors()}
+    return ReleasedFolder(path, selected, slots, where, tuple(sorted(set(where) - taken)))
+
+
+def refuse(path: Path, problems: list[str]) -> None:
+    """Raises one `UserError` with all problems, where there are any."""
     if problems:
         count = f"{len(problems)} problems: " if len(problems) > 1 else ""
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise UserError(f"{path}: {count}{'; '.join(problems[:_SHOWN])}{more}")
-    taken = {name for name, _ in folder.tensors()}
-    return ReleasedFolder(path, selected, slots, where, tuple(sorted(set(where) - taken)))
 
 
 def _files(path: Path) -> tuple[list[SafetensorsFile], list[str]]:

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from dsv41 import cli, verify
 from dsv41.config import load_config, preset, replace, save_config
-from dsv41.hf import convert
+from dsv41.hf import convert, folder
 from dsv41.hf.folder import INDEX, open_folder
 from dsv41.hf.load import load_params, one_device
 from dsv41.hf.names import key_table
@@ -141,10 +141,10 @@ def test_verify_takes_quantised_folders(tmp_path, release, capsys, monkeypatch):
     shutil.copy(GOLDEN / "fp32_len7.safetensors", tmp_path / "release")
     (tmp_path / "release" / "engram_token_map.json").write_text(json.dumps([0] * 64))
     ran = []
-    monkeypatch.setattr(verify, "_run_case", lambda file, config, params, *rest: ran.append(params) or ())
-    verify.check([tmp_path / "release"], [])
+    monkeypatch.setattr(verify, "_run_case", lambda file, config, params, *rest: ran.append(params) or iter(()))
+    assert list(verify.check([tmp_path / "release"], [])) == []
     held = load_params(open_folder(tmp_path / "release"))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(ran[0]), jax.tree.leaves(held), strict=True))
+    chex.assert_trees_all_equal(ran[0], held)
 
 
 def test_slices(tmp_path, release, capsys):
@@ -182,6 +182,30 @@ def test_bad_sources_and_targets(capsys, tmp_path, release, imported):
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob("x.*"))
 
 
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_a_run_with_the_config_of_another_model_is_refused_whole(tmp_path, imported, capsys, monkeypatch, dry):
+    """Every array that does not fit, of weights, scales and carried tensors, planned or written."""
+    monkeypatch.setattr(folder, "_SHOWN", 1000)
+    shutil.copytree(imported, tmp_path / "run")
+    config = load_config(imported)
+    vision = replace(config.vision_config, intermediate_size=2 * config.vision_config.intermediate_size)
+    for change, says in (
+        (
+            {"n_routed_experts": config.n_routed_experts + 1},
+            ("ffn.experts.w1': found float32", "scales 'layers.0.ffn.experts.w1'"),
+        ),
+        ({"num_hash_layers": 1}, ("'layers.0.ffn.tid2eid' is missing", "'layers.0.ffn.bias' is unknown")),
+        ({"vision_config": vision}, ("carried 'vision.blocks.0.mlp.w1.weight': found shape",)),
+        ({"vision_config": None}, ("carried 'vision.norm.weight' is unknown to config.json",)),
+        ({"dspark_markov_rank": config.dspark_markov_rank + 8}, ("carried 'mtp.", "found shape")),
+    ):
+        save_config(replace(config, **change), tmp_path / "run" / "config.json")
+        said = error(capsys, tmp_path / "run", tmp_path / "back", *dry)
+        assert said.startswith(f"dsv41: error: {tmp_path / 'run'}: ") and " problems: " in said and said.count("\n") == 1
+        assert all(text in said for text in says), said
+    assert not (tmp_path / "back").exists()
+
+
 def test_trained_weights_are_requantised(tmp_path, imported):
     store = Checkpoints(imported / "checkpoints", 1)
     config = load_config(imported)
@@ -210,7 +234,7 @@ def test_a_converted_folder_generates(tmp_path, capsys):
     model = load_model(tmp_path / "run")
     assert model.step == 0 and model.tokenizer.to_str() == text
     wanted = load_params(open_folder(tmp_path / "release"))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(wanted), strict=True))
+    chex.assert_trees_all_equal(model.params, wanted)
     save_config(
         replace(config, engram_compressed_vocab_size=config.engram_compressed_vocab_size - 1), tmp_path / "release/config.json"
     )

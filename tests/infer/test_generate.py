@@ -160,7 +160,7 @@ def test_bad_prompts(generator):
             generator.generate([ids], rule)
     with pytest.raises(UserError, match="token id -1"):
         generator.generate([[3, -1]], rule)
-    with pytest.raises(UserError, match="found nothing"):
-        generator.encode("")
+    with pytest.raises(UserError, match=r"^prompt 2: found ''"):
+        generator.encode("", "prompt 2")
     with pytest.raises(UserError, match="found none"):
         generator.generate([], [])

@@ -101,11 +101,18 @@ def test_errors_name_what_was_found(tmp_path, monkeypatch):
     write(tmp_path / "novel.txt", "text")
     (tmp_path / "hollow").mkdir()
     binary = write(tmp_path / "image.png", b"\x89PNG\0")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("lost")
     monkeypatch.chdir(tmp_path)
     for data, words in (
-        (["novle.txt"], "no file or folder 'novle.txt'.*did you mean 'novel.txt'"),
+        (["novle.txt"], "nothing at 'novle.txt'.*did you mean 'novel.txt'"),
+        ([f"{tmp_path}/novle.txt"], "did you mean '.*/novel.txt'"),
+        (["~nobody-by-this-name/novel.txt"], "nothing at '~nobody-by-this-name/novel.txt'"),
+        (["/dev/null"], "a device or pipe at '/dev/null'"),
+        (["pipe"], "a device or pipe at 'pipe'"),
+        (["link"], "a link to nothing at 'link'"),
         (["stdlb"], "did you mean 'stdlib'"),
-        (["gone/deep/x"], "no file or folder 'gone/deep/x'"),
+        (["gone/deep/x"], "nothing at 'gone/deep/x'"),
         (["hollow"], "no text in 'hollow'"),
         ([str(binary)], "no text in .*image.png"),
         (["novel.txt", "hollow"], "no text in 'hollow'"),
@@ -114,6 +121,9 @@ def test_errors_name_what_was_found(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=words) as error:
             load_corpus(data)
         assert "\n" not in str(error.value)
+    with pytest.raises(UserError) as error:
+        load_corpus([f"{tmp_path}/quite/elsewhere", f"{tmp_path}/dc"])
+    assert "did you mean" not in str(error.value)  # that the folders agree makes no path alike
 
 
 texts = st.text(min_size=1, max_size=40)

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -23,10 +24,6 @@ def rows_of(batch: Batch) -> list[int]:
     return (batch.ids[:, 0] // batch.ids.shape[1]).tolist()
 
 
-def assert_same(a: Batch, b: Batch) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.pitfall("N8")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 23), st.integers(1, 9), st.integers(0, 2**32 - 1))
@@ -39,15 +36,16 @@ def test_no_gap_and_no_repeat_at_epoch_edges(rows, batch_size, seed):
 
 
 @pytest.mark.pitfall("N8")
-@pytest.mark.parametrize("start", [0, 1, 3, 17])
-def test_resume_gives_the_same_batches(start):
+@pytest.mark.parametrize("batch_size", [1, 4, 23, 50])
+@pytest.mark.parametrize("start", [0, 1, 3, 17, 10**9])
+def test_resume_gives_the_same_batches(start, batch_size):
     """23 rows in batches of 4: steps 5 and 11 hold rows of two epochs."""
-    whole = TrainData(numbered_rows(23), 4, seed=5)
-    resumed = TrainData(numbered_rows(23), 4, seed=5)
+    whole = TrainData(numbered_rows(23), batch_size, seed=5)
+    resumed = TrainData(numbered_rows(23), batch_size, seed=5)
     ahead = list(islice(resumed.iterator(start), 8))
     for step, batch in enumerate(ahead, start):
-        assert_same(batch, whole.batch(step))
-        assert_same(batch, TrainData(numbered_rows(23), 4, seed=5).batch(step))
+        chex.assert_trees_all_equal(batch, whole.batch(step))
+        chex.assert_trees_all_equal(batch, TrainData(numbered_rows(23), batch_size, seed=5).batch(step))
 
 
 def test_batch_size_cuts_one_stream():
@@ -71,7 +69,7 @@ def test_batch_fields():
         assert isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (2, 4)
     assert batch.targets.tolist() == [[7, 8, 1, 2]] * 2
     assert batch.weights.tolist() == [[1, 1, 1, 0]] * 2
-    assert_same(to_batch(packed), jax.tree.map(lambda x: x[:1], batch))
+    chex.assert_trees_all_equal(to_batch(packed), jax.tree.map(lambda x: x[:1], batch))
 
 
 @pytest.mark.parametrize(("batch_size", "seed", "word"), [(0, 0, "batch_size"), (1, -1, "seed"), (1, 2**32, "seed")])

@@ -9,11 +9,13 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv41 import cli
 from dsv41.config import PRESETS, RopeScaling, preset, save_config
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
@@ -26,6 +28,7 @@ from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
 from train.losses import cross_entropy, total_loss
 from train.packing import Packed
+from train.run import read_run, write_run
 from train.step import init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
@@ -101,7 +104,8 @@ def test_a_run_learns_and_leaves_its_files(options, whole):
     assert [r["step"] for r in records] == list(range(1, 11))
     assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in records)
     assert records[-1]["ce"] < records[0]["ce"]
-    assert whole.bits_per_byte < whole.first_bits_per_byte
+    first, last = whole.scores
+    assert (first.step, last.step) == (0, 10) and last.bits_per_byte < first.bits_per_byte
     for name in ("config.json", "tokenizer.json", "run.json", "loss.png"):
         assert (options.out / name).stat().st_size
 
@@ -122,9 +126,49 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
         log.write('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')  # as after a crash past the checkpoint
     second = train(part)
     assert (second.resumed_from, second.steps) == (5, 10)
+    assert first.scores == second.scores == []
     assert _records(part.out) == _records(options.out)
-    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(second.state), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state, second.state)
+
+
+def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
+    for name in ("prepare", "make_train_step", "make_eval_step", "init_state"):
+        monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
+    argv = [
+        "train",
+        "--out",
+        str(options.out),
+        "--preset",
+        "tiny",
+        "--data",
+        *options.data,
+        "--batch-size",
+        "2",
+        "--length",
+        "64",
+    ]
+    for steps in (10, 4):
+        assert cli.run([*argv, "--steps", str(steps)]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"nothing to do: {str(options.out)!r} has all its steps (step 10, held-out bits per byte ")
+        assert out.count("\n") == 1 and err == ""
+    assert f"{whole.scores[-1].bits_per_byte:.4f}" in out
+    assert cli.run([*argv, "--steps", "10", "--lr", "1"]) == 2
+    run = read_run(options.out)
+    write_run(options.out, replace(run, scores=run.scores[:1]))
+    assert loop.finished(options) is None  # the score is still to be had
+    assert loop.finished(replace(options, evaluate=False)) == (10, None)
+    write_run(options.out, run)
+    assert loop.finished(replace(options, steps=11)) is None
+    assert loop.finished(replace(options, out=options.out / "none")) is None
+
+
+@pytest.mark.parametrize("line", ["3", "[]", '{"step": 3}', '{"step": "3", "ce": 1.0, "loss": 1.0}', '{"st', "\xff"])
+def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
+    good = [{"step": n, "ce": 1.0, "loss": float("nan")} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join([*map(json.dumps, good), line, "{}"]).encode("latin-1"))
+    assert [record["step"] for record in loop._read_metrics(tmp_path / "metrics.jsonl", 9)] == [1, 2]
+    assert len(loop._read_metrics(tmp_path / "metrics.jsonl", 1)) == 1
 
 
 @pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"preset": "toy"}])
@@ -136,8 +180,7 @@ def test_resume_with_other_options_is_an_error(options, whole, change):
 def test_the_weights_of_a_run_open_for_inference(options, whole, tmp_path):
     model = load_model(options.out)
     assert model.step == 10
-    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(model.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state.params, model.params)
     shutil.copytree(options.out, tmp_path / "run")
     save_config(replace(model.config, hidden_size=64), tmp_path / "run" / "config.json")
     with pytest.raises(UserError, match="checkpoint"):
@@ -155,8 +198,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     after, metrics = make_train_step(config, Policy(), fold)(state, batch, jnp.float32(1e-3))
     assert int(metrics["skipped"]) == 1
     assert int(after.step) == 1
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after.replace(step=before.step)), strict=True):
-        np.testing.assert_array_equal(a, np.asarray(b))
+    chex.assert_trees_all_equal(before, after.replace(step=before.step))
 
 
 @pytest.mark.pitfall("N11")
@@ -186,8 +228,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
     assert _records(part.out) == _records(options.out)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)
-    for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(restored), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(whole.state, restored)
 
 
 def test_losses():

@@ -1,0 +1,17 @@
+"""The demo's report: a table whose numbers say what they count."""
+
+from train.demo import SPEED_BATCHES, _speed_lines
+
+
+def test_speed_is_compared_sequence_by_sequence():
+    speed = {"context": 256, "prompt": 192, "plain_decode": 25.0}
+    for batch in SPEED_BATCHES:
+        speed |= {f"prefill_batch_{batch}": 4000.0, f"decode_batch_{batch}": 100.0 * batch, f"cache_bytes_batch_{batch}": 1000}
+    lines = _speed_lines(speed)
+    assert any("from 192 tokens to 256" in line for line in lines)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1
+    header, _, *paths = rows
+    assert header[1] == "sequences" and [row[1] for row in paths] == ["1", "16", "1"]
+    # Twice the sequences at the same speed each are no faster for any of them.
+    assert [row[4] for row in paths] == ["100 (4.0 times plain)", "100 (4.0 times plain)", "25.0"]

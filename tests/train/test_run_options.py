@@ -1,0 +1,160 @@
+"""What stops a run before anything is read or written, its run.json, and what it shows while it works."""
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dsv41 import cli
+from dsv41.config import preset
+from dsv41.errors import UserError
+from train import options, progress
+from train.curve import Score, plot_losses, running_mean
+from train.loop import fit_vocabulary
+from train.options import TrainOptions, check_options, make_writable
+from train.run import NAME, Run, read_run, write_run
+from train.tokenizer import train_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--length", "65"), "--length: found 65, allowed is a multiple of 16"),
+        (("--seed", "-1"), "--seed: found -1"),
+        (("--seed", str(2**32)), "--seed: found 4294967296"),
+        (("--batch-size", "0"), "--batch-size: found 0"),
+        (("--checkpoint-every", "0"), "--checkpoint-every: found 0"),
+        (("--max-seconds", "nan"), "--max-seconds: found nan"),
+        (("--lr", "inf"), "--lr: found inf"),
+        (("--data",), "--data: found nothing"),
+        (("--data", "stdlib", "/dev/null"), "--data: found a device"),
+        (("--preset", "flash"), "--preset: found a model that does not fit: .* GB here hold; nearest is --preset toy"),
+    ],
+)
+def test_bad_options_end_before_any_work_and_leave_no_folder(tmp_path, monkeypatch, capsys, argv, says):
+    monkeypatch.setattr("train.loop.prepare", lambda *a: pytest.fail("read the data"))
+    assert cli.run(["train", "--out", str(tmp_path / "a" / "run"), *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and re.match(f"dsv41: error: {says}", err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_cannot_be_used_leaves_no_folder(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    assert cli.run(["train", "--out", str(tmp_path / "a" / "run"), "--data", str(tmp_path / "data")]) == 2
+    assert "--data: found no text" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_make_writable_leaves_what_was_there(tmp_path):
+    (tmp_path / "there").mkdir()
+    make_writable(tmp_path / "there" / "new" / "run")
+    make_writable(tmp_path / "there")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_a_model_that_just_fits_is_taken(monkeypatch):
+    monkeypatch.setattr(options, "memory", lambda: 10**9)
+    assert check_options(TrainOptions()) == preset("toy")
+    monkeypatch.setattr(options, "memory", lambda: 10**7)
+    with pytest.raises(UserError, match=r"preset: .* take 0\.1 GB, allowed is what the 0\.0 GB"):
+        check_options(TrainOptions())
+
+
+def test_a_config_that_the_text_is_too_short_for_is_one_line():
+    config = replace(preset("toy"), vision_config=preset("flash").vision_config, image_token_id=2000)
+    with pytest.raises(UserError, match=r"^config: does not fit the 2\d\d tokens that the text gives: image_token_id"):
+        fit_vocabulary(config, train_tokenizer(["x = 1\n"], 2048))
+
+
+def test_run_json_comes_back_and_is_refused_in_another_form(tmp_path):
+    run = Run({"config": {"a": 1}, "lr": 0.1}, 7, (Score(0, 1.5, 2, 3), Score(7, 1.0, 2, 3)))
+    write_run(tmp_path, run)
+    assert read_run(tmp_path) == run
+    whole = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({key: value for key, value in whole.items() if key != "scores"}))
+    assert read_run(tmp_path).scores == ()
+    for other in (
+        [],
+        3,
+        {},
+        {**whole, "total": None},
+        {**whole, "total": True},
+        {**whole, "scores": 3},
+        {**whole, "scores": [[1]]},
+    ):
+        (tmp_path / NAME).write_text(json.dumps(other))
+        with pytest.raises(UserError, match=r"run.json' is damaged"):
+            read_run(tmp_path)
+    (tmp_path / NAME).unlink()
+    with pytest.raises(UserError, match=r"holds checkpoints but no run\.json"):
+        read_run(tmp_path)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(0, 10) | st.just(math.nan) | st.just(math.inf), max_size=30))
+def test_the_running_mean_weighs_every_finite_value_by_its_age_alone(values):
+    for n, mean in enumerate(running_mean(values), 1):
+        seen = [v for v in values[:n] if math.isfinite(v)]
+        if not seen:
+            assert math.isnan(mean)
+            continue
+        np.testing.assert_allclose(mean, np.average(seen, weights=0.95 ** np.arange(len(seen))[::-1]), atol=1e-12)
+
+
+def test_scores_have_one_denominator_each():
+    score = Score(3, 10 * math.log(2), 4, 5)
+    assert score.bits_per_byte == 2 and score.nats_per_token == 2.5 * math.log(2)
+
+
+@pytest.mark.parametrize("scores", [[], [Score(0, 700, 100, 300), Score(40, 300, 100, 300)]])
+def test_the_curve_is_drawn_with_and_without_scores(tmp_path, scores):
+    records = [{"step": n, "ce": 7 / n if n != 5 else math.nan} for n in range(1, 41)]
+    plot_losses(records, scores, tmp_path / "loss.png", "toy", 2.5)
+    assert np.ptp(matplotlib.image.imread(tmp_path / "loss.png")) > 0
+
+
+def _shown(monkeypatch, terminal: bool) -> str:
+    """What a run's report writes: two phases, two steps of an unknown number and two of a known one."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=80, color_system=None)
+    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    with progress.Report() as report:
+        for call in (
+            lambda: report.phase("compiling the training step"),
+            lambda: report.step(1, 0, 7.5, 900.4),
+            lambda: report.step(2, 300, 7.25, 9000),
+            lambda: report.step(300, 300, 3.0, 9000),
+            lambda: report.phase("scoring held-out text"),
+        ):
+            call()
+            report._progress.refresh()
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_the_phase_and_a_loss_once_there_is_one(monkeypatch):
+    shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", _shown(monkeypatch, True))]
+    assert not any("nan" in line or "0/0" in line for line in shown)
+    assert max(map(len, shown)) <= 80
+    before, after = (next(n for n, line in enumerate(shown) if text in line) for text in ("compiling the", "loss 7.500"))
+    assert before < after and not any("loss" in line for line in shown[:after])
+    assert any("step 1  loss 7.500  900 tokens/s" in line for line in shown)
+    assert any("step 2/300  loss 7.250  9,000 tokens/s" in line for line in shown)
+    assert "loss" not in [line for line in shown if line.strip()][-1]
+
+
+def test_elsewhere_every_phase_is_a_line(monkeypatch):
+    assert _shown(monkeypatch, False).splitlines() == [
+        "compiling the training step",
+        "step 1  loss 7.500  900 tokens/s",
+        "step 300/300  loss 3.000  9,000 tokens/s",
+        "scoring held-out text",
+    ]

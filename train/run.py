@@ -1,0 +1,98 @@
+"""``run.json`` in a run's folder: all that decides its numbers, its number of steps, and its scores so far."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from dsv41.config import ModelConfig, from_released, replace, to_released
+from dsv41.errors import UserError
+from train.curve import Score
+from train.data import Prepared
+from train.options import TrainOptions
+
+NAME = "run.json"
+_PLAIN = ("batch_size", "length", "lr", "seed")
+
+
+@dataclass(frozen=True)
+class Run:
+    """identity: what a resume needs unchanged, as JSON. total: its steps, 0 while that is not known."""
+
+    identity: dict[str, Any]
+    total: int
+    scores: tuple[Score, ...] = ()
+
+
+def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) -> dict[str, Any]:
+    """Whatever decides a run's numbers, as JSON: a resume needs all of it unchanged."""
+    digest = hashlib.sha256()
+    for array in (*prepared.train, *prepared.heldout):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return {"config": to_released(config), "data": digest.hexdigest(), **_plain(options)}
+
+
+def _plain(options: TrainOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _PLAIN}
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def write_run(out: Path, run: Run) -> None:
+    """Writes ``run`` into its folder."""
+    write_text(out / NAME, json.dumps({**run.identity, "total": run.total, "scores": run.scores}) + "\n")
+
+
+def read_run(out: Path) -> Run:
+    """Reads a folder's run; raises `UserError` where there is none, or a damaged one."""
+    try:
+        values = json.loads((out / NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"out: {str(out)!r} holds checkpoints but no {NAME}, allowed is a new folder") from None
+    except (OSError, ValueError, RecursionError):
+        values = None
+    if not _is_run(values):
+        raise UserError(f"out: {str(out / NAME)!r} is damaged, allowed is a new folder")
+    kept = {name: value for name, value in values.items() if name not in ("total", "scores")}
+    return Run(kept, values["total"], tuple(Score(*score) for score in values.get("scores", [])))
+
+
+def _is_run(values: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(values, dict) or type(values.get("total")) is not int:
+        return False
+    scores = values.get("scores", [])
+    return isinstance(scores, list) and all(
+        isinstance(score, list) and [*map(type, score)] == [int, float, int, int] for score in scores
+    )
+
+
+def check_same(run: Run, wanted: dict[str, Any], out: Path) -> None:
+    """Raises `UserError` where ``wanted`` is not the run's."""
+    for name, value in wanted.items():
+        old = run.identity.get(name)
+        if old == value:
+            continue
+        say = f"found {value!r}, the run in {str(out)!r} has {old!r}"
+        if name in ("config", "data"):
+            say = f"found another {name} than that of the run in {str(out)!r}"
+        raise UserError(f"{name}: {say}; resume with the same, or name another folder to write")
+
+
+def check_options_same(run: Run, options: TrainOptions, config: ModelConfig) -> None:
+    """`check_same` for what is known before the data are read: all but them and the vocabulary they give."""
+    check_same(run, _plain(options), options.out)
+    try:
+        old = from_released(run.identity.get("config"))
+        config = replace(config, vocab_size=old.vocab_size, engram_compressed_vocab_size=old.engram_compressed_vocab_size)
+    except UserError:
+        old = None
+    if config != old:
+        check_same(run, {"config": to_released(config)}, options.out)
