@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ class Timing:
     floor: float = 0.0
     error: float | None = None
     note: str = ""
-    device: dict[str, Any] = field(default_factory=dict)
 
 
 class Clock:
@@ -105,11 +104,13 @@ def bench_op(op: str, clock: Clock, only: str = "") -> list[Timing]:
             try:
                 error = _error(run(*args), want)
                 median, low, high, kernels = clock.time(run, args)
-            except Exception as problem:  # noqa: BLE001 - one implementation that fails must not end the run
+            except Exception as problem:
                 text = str(problem).strip().splitlines() or [type(problem).__name__]
-                results.append(Timing(op, name, label, 0, 0, 0, 0, *cost, note=f"{type(problem).__name__}: {text[-1][:160]}"))
+                note = f"{type(problem).__name__}: {text[-1][:160]}"
+                results.append(Timing(op, name, label, 0, 0, 0, 0, cost[0], cost[1], note=note))
             else:
-                results.append(Timing(op, name, label, median, low, high, kernels, *cost, clock.floor(cost), error))
+                floor = clock.floor(cost)
+                results.append(Timing(op, name, label, median, low, high, kernels, cost[0], cost[1], floor, error))
             print(line(results[-1]), flush=True)
     return results
 

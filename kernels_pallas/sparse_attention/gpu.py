@@ -82,7 +82,7 @@ def run(
     window: jax.Array,
     window_ids: jax.Array,
     sink: jax.Array | None,
-    tiling: Tiling = Tiling(),  # noqa: B008
+    tiling: Tiling = Tiling(),
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.sparse_attention.api.sparse_attention`. interpret: parameters of Pallas' interpreter."""
@@ -93,9 +93,8 @@ def run(
     head_blocks = -(-heads // HEADS)
     if heads % HEADS:
         q = jnp.pad(q, ((0, 0), (0, head_blocks * HEADS - heads), (0, 0)))
-    whole = sink is not None and parts == 1
     # A part knows nothing of the sink: it goes into the denominator of the whole.
-    below = jnp.pad(sink.astype(jnp.float32), (0, head_blocks * HEADS - heads)) if whole else None
+    below = jnp.pad(sink.astype(jnp.float32), (0, head_blocks * HEADS - heads)) if sink is not None and parts == 1 else None
     out, lse = _kernel(q, entries, entry_ids, window, window_ids, below, parts=parts, tiling=tiling, interpret=interpret)
     out, lse = out[:, :, :heads, :width], lse[:, :, :heads]
     if parts == 1:
@@ -104,7 +103,7 @@ def run(
     return merged.astype(q.dtype), total
 
 
-def _accumulate(accs: list[jax.Array], a: Any, b: list[Any], interpreted: bool) -> list[jax.Array]:
+def _accumulate(accs: list[Any], a: Any, b: list[Any], interpreted: bool) -> list[Any]:
     """``acc + a b`` of each pair."""
 
     def multiply(b: Any) -> Any:
@@ -152,7 +151,6 @@ def _kernel(
     head_blocks = heads // HEADS
     items = queries * head_blocks * parts
     ctas = min(tiling.ctas, items)
-    rounds = -(-items // ctas)
     half = padded // 2
     out_dtype = q.dtype if parts == 1 or q.dtype == jnp.float32 else jnp.float16
     ids = [a if a.shape[1] else jnp.full((queries, KEYS), -1, jnp.int32) for a in (entry_ids, window_ids)]
@@ -246,12 +244,12 @@ def _kernel(
                     plgpu.barrier_wait(k_full.at[slot])
 
                     def products(acc):
-                        plgpu.wgmma(acc, q_smem.at[0], plgpu.transpose_ref(k_smem.at[slot, 0], (1, 0)))
-                        plgpu.wgmma(acc, q_smem.at[1], plgpu.transpose_ref(k_smem.at[slot, 1], (1, 0)))
+                        plgpu.wgmma(acc, q_smem.at[0], k_smem.at[slot, 0].transpose((1, 0)))
+                        plgpu.wgmma(acc, q_smem.at[1], k_smem.at[slot, 1].transpose((1, 0)))
                         return acc[...]
 
                     scores = pl.run_scoped(products, plgpu.ACC((HEADS, KEYS), jnp.float32))
-                    bias = plgpu.load(bias_smem.at[slot], (), layout=column, optimized=False)
+                    bias = plgpu.load(bias_smem.at[slot], layout=column, optimized=False)
                     scores = scores * scale + lax.broadcast_in_dim(bias, (HEADS, KEYS), [1])
                     plgpu.barrier_arrive(k_empty.at[slot])
                     high = jnp.maximum(top, scores.max(axis=1))
@@ -271,7 +269,7 @@ def _kernel(
                 if sink is None:
                     sink_at = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), row)
                 else:
-                    sink_at = plgpu.load(sink_ref, (pl.ds(block * HEADS, HEADS),), layout=row, optimized=False) * to_log2
+                    sink_at = plgpu.load(sink_ref.at[pl.ds(block * HEADS, HEADS)], layout=row, optimized=False) * to_log2
                 high = jnp.maximum(top, sink_at)
                 whole = total * jnp.exp2(top - high) + jnp.exp2(sink_at - high)
                 some = total > 0
@@ -299,7 +297,7 @@ def _kernel(
                 accs = [plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for _ in columns]
 
                 def scaled(accs, out):
-                    factor = plgpu.load(factor_smem.at[out], (), layout=row, optimized=False)
+                    factor = plgpu.load(factor_smem.at[out], layout=row, optimized=False)
                     return [acc * lax.broadcast_in_dim(factor, acc.shape, [0]) for acc in accs]
 
                 def tile(t, accs):

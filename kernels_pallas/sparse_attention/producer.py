@@ -17,7 +17,7 @@ HEADS = 64  # rows of a matrix instruction
 MASKED = -1e30
 SLOT_BYTES = 5120  # of the ring: two rows a thread of selected entries, or one of the window
 ID_SLOTS = 4
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,8 @@ def publish(native: bool, together: bool = True) -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
-    def _(ctx: Any) -> None:
-        unpack.fence(together)
-
-    _()
+    inline: Any = plgpu.inline_mgpu()
+    inline(lambda ctx: unpack.fence(together))()
 
 
 class Interpreted:
