@@ -21,7 +21,9 @@ from dsv41.numerics import Policy, Taps
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan, layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, pack_rows, row_values
-from dsv41.site import Shared, choose, publish, read, window_rows
+from dsv41.site import Shared, choose, publish, read, visible, window_rows
+from kernels_pallas import registry
+from kernels_pallas.sparse_attention.api import sparse_attention
 
 
 @struct.dataclass
@@ -138,6 +140,46 @@ def write_ring(ring: Array, rows: Array, length: Int[Array, " B"], count: Int[Ar
     return put(ring, rows, jnp.where(kept, _span(length, time) % window, window))
 
 
+def kernel_arguments(
+    q: Float[Array, "B T H K"],
+    before: Array,
+    ring: Array,
+    rows: Array,
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    entries: Array | None,
+    ids: Int[Array, "B T k"] | None,
+    sink: Float[Array, " H"],
+) -> tuple | None:
+    """A chunk's attention as `sparse_attention` takes it, row numbers into the batch's pools; None where rows are no bytes.
+
+    before, ring: the window ring ``[B, W, row]`` without and with the chunk's rows ``[B, T, row]``.
+    """
+    batch, time = q.shape[:2]
+    window = ring.shape[1]
+    if rows.dtype != jnp.uint8 or (entries is not None and entries.dtype != jnp.uint8):
+        return None
+    # One new token is in the ring already, and the row that it takes the place of has left the window.
+    pool = ring if time == 1 else jnp.concatenate([before, rows], axis=1)
+    back = jnp.arange(window, dtype=jnp.int32)[None, None]
+    at = _span(length, time)[..., None] - back
+    own = (window if time > 1 else 0) + at - length[:, None, None]
+    slots = jnp.where((at >= length[:, None, None]) & (time > 1), own, at % window)
+    live = _span(jnp.zeros_like(count), time)[..., None] < count[:, None, None]
+    window_ids = jnp.where((at >= 0) & live, slots, -1)
+    if entries is None or ids is None:
+        width = q.shape[-1]
+        entries = jnp.zeros((batch, 1, MAIN_KV.row_bytes(width)), jnp.uint8)
+        ids = jnp.zeros((batch, time, 0), jnp.int32)
+    flat = lambda a: a.reshape(batch * a.shape[1], *a.shape[2:])  # noqa: E731
+
+    def numbered(numbers: Array, rows: Array) -> Array:
+        first = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * rows.shape[1]
+        return flat(jnp.where(numbers >= 0, numbers + first, -1))
+
+    return flat(q), flat(entries), numbered(ids, entries), flat(pool), numbered(window_ids, pool), sink
+
+
 def _groups(tail: Array, new: Array, length: Int[Array, " B"], ratio: int) -> Float[Array, "B S r K"]:
     """Groups that a chunk may complete: the first is the one that position ``length`` is in."""
     rows = jnp.concatenate([tail, new], axis=1)
@@ -199,11 +241,9 @@ def cached_site(
     length, count = cache.length, jnp.sum(layout.segments, axis=1)
     latent_q = attention.query_latent(x, params, config)
     rows = window_rows(x, params, plan, layout, config, policy, taps, stored)
-    values = lambda a: row_values(a, WINDOW_KV, x.dtype)  # noqa: E731
-    ring = cache.windows[plan.layer]
-    before = attention.Before(values(ring), ring_positions(length, config.sliding_window))
-    windows = (*cache.windows[: plan.layer], write_ring(ring, rows, length, count), *cache.windows[plan.layer + 1 :])
-    cache = replace(cache, windows=windows)
+    before = cache.windows[plan.layer]
+    ring = write_ring(before, rows, length, count)
+    cache = replace(cache, windows=(*cache.windows[: plan.layer], ring, *cache.windows[plan.layer + 1 :]))
     if plan.owns_kv:
         n = config.kv_source_layer_ids.index(plan.layer)
         source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps)
@@ -211,7 +251,17 @@ def cached_site(
         shared = replace(shared, main_kv=source.main_kv, index_k=source.index_k)
     if plan.selects:
         shared, _ = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
-    y, _ = read(latent_q, values(rows), before, params, plan, shared, layout, config, taps)
+    entries, ids = visible(plan, shared)
+
+    def core(q: jax.Array) -> tuple[Array, Array | None]:
+        pools = kernel_arguments(q, before, ring, rows, length, count, entries, ids, params.sink)
+        if pools is not None and registry.choose("sparse_attention", "auto", *pools).impl != "reference":
+            return sparse_attention(*pools)[0].reshape(q.shape), None
+        values = lambda a: row_values(a, WINDOW_KV, q.dtype)  # noqa: E731
+        ahead = attention.Before(values(before), ring_positions(length, config.sliding_window))
+        return attention.attend(q, values(rows), entries, ids, params.sink, layout, config.sliding_window, ahead)
+
+    y, _ = read(latent_q, core, params, plan, layout, config, taps)
     return y, Carried(shared, cache), jnp.zeros((), jnp.float32)
 
 

@@ -39,6 +39,7 @@ class Shared:
 
 # (x, params, plan, carried, layout, config, policy, taps) -> (output, carried, index loss)
 Site = Callable[..., tuple[Any, Any, Any]]
+Core = Callable[[jax.Array], tuple[Any, Any]]  # rotated queries [B, T, H, K] -> (outputs, probability of selected entries)
 Former = Callable[[Any, Format, bool], Any]  # how rows are held: as values, or in the cache's stored form
 
 
@@ -126,23 +127,25 @@ def choose(
 
 def read(
     latent_q: Float[Array, "B T R"],
-    rows: Array,
-    before: attention.Before | None,
+    core: Core,
     params: AttentionParams,
     plan: LayerPlan,
-    shared: Shared,
     layout: Layout,
     config: ModelConfig,
     taps: Taps | None,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "B T k"] | None]:
-    """The site's output, and each selected entry's probability summed over heads (§4)."""
+    """The site's output, and what ``core`` says of each selected entry's probability (§4)."""
     q = attention.queries(latent_q, layout.positions, params, config, plan.ratio)
-    entries, ids = (shared.main_kv, shared.ids) if plan.ratio else (None, None)
-    out, mass = attention.attend(q, rows, entries, ids, params.sink, layout, config.sliding_window, before)
+    out, mass = core(q)
     name = f"layers.{plan.layer}.attn"
     y = attention.project_out(out, layout.positions, params, config, plan.ratio, taps, name)
     record(taps, f"{name}.out", y)
     return y, mass
+
+
+def visible(plan: LayerPlan, shared: Shared) -> tuple[Any, Any]:
+    """The published entries and selected ids that a layer attends to; None in a layer with a window alone."""
+    return (shared.main_kv, shared.ids) if plan.ratio else (None, None)
 
 
 def whole_row(
@@ -166,7 +169,8 @@ def whole_row(
     scores = None
     if plan.selects:
         shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
-    y, mass = read(latent_q, rows, None, params, plan, shared, layout, config, taps)
+    core = lambda q: attention.attend(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
+    y, mass = read(latent_q, core, params, plan, layout, config, taps)
     kl = jnp.zeros((), jnp.float32)
     if scores is not None and mass is not None:
         kl = indexer.index_kl(scores, mass, shared.ids, layout.live)

@@ -19,6 +19,8 @@ from dsv41.model import extend
 from dsv41.numerics import PACKED
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, fake_quant, pack_rows, quantize, row_values
+from kernels_pallas.registry import Choice
+from kernels_pallas.sparse_attention import reference
 from tests.models import PLAIN, VOCAB, close, jitted, tiny_config, tiny_params
 
 CONFIG = tiny_config()
@@ -227,6 +229,34 @@ def test_slots_that_no_query_reaches_may_hold_anything(value):
         out, poisoned_after, _ = stepper()(params, bad, chunk, live)
         np.testing.assert_array_equal(np.asarray(out)[live], np.asarray(clean)[live])
         same_state(poisoned(poisoned_after, 0.0), poisoned(after, 0.0))
+
+
+def test_the_kernels_arguments_describe_the_same_attention(monkeypatch):
+    """Packed rows by number in the batch's pools, at every length, for one token and for padded chunks, against `attend`.
+
+    The reference of the kernel stands in for it; both sum in float32, in another order: 2e-5 of the largest logit.
+    """
+    params, lengths = tiny_params(CONFIG), np.arange(14)
+    ids = np.broadcast_to(IDS[:1], (len(lengths), 40))
+    _, cache = take_chunks(ids, lengths[:, None], PACKED)
+    called = []
+
+    def stand_in(*args):
+        called.append(args[0].shape)
+        return reference.run(*args)
+
+    monkeypatch.setattr("dsv41.cache.registry.choose", lambda op, impl, *args: Choice(op, "gpu", {}))
+    monkeypatch.setattr("dsv41.cache.sparse_attention", stand_in)
+    run = stepper.__wrapped__(PACKED)
+    for width, n in ((1, 1), (WIDTH, 7)):
+        chunk, live = padded(np.stack([row[length : length + n] for row, length in zip(ids, lengths, strict=True)]), width)
+        want, want_after, want_taps = stepper(PACKED)(params, cache, chunk, live)
+        out, after, taps = run(params, cache, chunk, live)
+        moved = [k for k in taps if k.endswith("topk") and not np.array_equal(taps[k], want_taps[k])]
+        assert not moved
+        close(np.asarray(out)[live], np.asarray(want)[live])
+        assert [a.shape for a in jax.tree.leaves(after)] == [a.shape for a in jax.tree.leaves(want_after)]
+    assert {shape[0] for shape in called} == {len(lengths), len(lengths) * WIDTH}
 
 
 def robust(x, fmt):

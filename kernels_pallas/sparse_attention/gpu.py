@@ -266,7 +266,7 @@ def _kernel(
                 top, total = lax.fori_loop(0, per_part, tile, (start, zero))
                 stage = turn * (per_part + 1) + per_part
                 out = lax.rem(stage, STAGES)
-                if sink is None:
+                if sink_ref is None:
                     sink_at = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), row)
                 else:
                     sink_at = plgpu.load(sink_ref.at[pl.ds(block * HEADS, HEADS)], layout=row, optimized=False) * to_log2
