@@ -8,8 +8,8 @@ the measured copy rate and FLOPs over the measured rate of a large bf16 product.
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv41.errors import UserError, nearest
 from kernels_pallas import registry
 
 REPEATS = 9
@@ -125,8 +126,44 @@ def line(t: Timing) -> str:
     return f"{head} {t.median:8.1f} us ({t.low:.1f}-{t.high:.1f}) {t.kernels:2} kernels {rate} {share} error {t.error:.1e}"
 
 
-def main(ops: list[str], out: Path | None) -> None:
-    """Benches ``ops`` and writes ``out``."""
+def _named(words: Sequence[str]) -> list[str]:
+    for word in words:
+        if word not in registry.OPS:
+            raise UserError(f"op: found {word!r}, allowed are {', '.join(registry.OPS)}{nearest(word, registry.OPS)}")
+    return list(words)
+
+
+def explain(words: Sequence[str]) -> None:
+    """Prints what runs ``op field=value ...`` on each backend, and what the case costs; `UserError` for unknown words."""
+    if not words:
+        raise UserError(f"op: found none, allowed are {', '.join(registry.OPS)}")
+    op = _named(words[:1])[0]
+    cases = registry.module(op, "cases")
+    case = next(iter(cases.REAL.values()))
+    kinds = {f.name: type(getattr(case, f.name)) for f in fields(case)}
+    for word in words[1:]:
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise UserError(f"{op}: found {word!r}, allowed is one of {', '.join(kinds)} and = and a value{nearest(name, kinds)}")
+        try:
+            case = replace(case, **{name: kinds[name](value) if kinds[name] is not bool else value.lower() == "true"})
+            cases.abstract(case)
+        except (TypeError, ValueError):
+            raise UserError(f"{op}: {name}: found {value!r}, allowed is a value like {getattr(case, name)}") from None
+    print(f"{op}: {', '.join(f'{name}={getattr(case, name)}' for name in kinds)}")
+    cost = cases.cost(case)
+    print(f"at least {cost[0]:,} bytes to and from device memory, {cost[1]:,} FLOPs")
+    for backend in ("cpu", "gpu", "tpu"):
+        choice = registry.choose(op, "auto", *cases.abstract(case), backend=backend, **cases.options(case))
+        why = "; ".join(f"not {name}: {reason}" for name, reason in choice.refusals.items() if name == backend)
+        print(f"on {backend}: {choice.impl}{f' ({why})' if why else ''}")
+
+
+def run(ops: Sequence[str], out: Path | None) -> None:
+    """Times ``ops``, all without a name, and writes ``out``; `UserError` without a GPU."""
+    ops = _named(ops) or list(registry.OPS)
+    if jax.default_backend() != "gpu":
+        raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: times of interpreted kernels say nothing")
     clock = Clock()
     device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
     device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
@@ -140,4 +177,4 @@ def main(ops: list[str], out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:] or list(registry.OPS), Path(sys.argv[1]))
+    run(sys.argv[2:], Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, generate, verify, demo, convert.
+"""The command line `dsv41`: plan, train, generate, verify, demo, convert, bench.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -24,6 +24,18 @@ from dsv41 import __version__
 from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time kernels beside their floors and peers, or say which implementation of an op runs and why."""
+
+    what: tyro.conf.Positional[Literal["kernels", "explain"]]
+    """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case."""
+    words: tyro.conf.Positional[tuple[str, ...]] = ()
+    """mega_mhc or sparse_attention; after explain also, for example, queries=128 heads=64."""
+    out: Path | None = None
+    """Also write the times to this JSON file."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +294,16 @@ def _use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "jax"))
 
 
+def _bench(args: Bench) -> int:
+    from bench import kernels
+
+    if args.what == "explain":
+        kernels.explain(args.words)
+    else:
+        kernels.run(args.words, args.out)
+    return 0
+
+
 _COMMANDS = {
     "plan": (Plan, _plan),
     "train": (Train, _train),
@@ -289,10 +311,11 @@ _COMMANDS = {
     "verify": (Verify, _verify),
     "demo": (Demo, _demo),
     "convert": (Convert, _convert),
+    "bench": (Bench, _bench),
 }
 
 
-_POSITIONAL = {"src", "dst", "paths"}
+_POSITIONAL = {"src", "dst", "paths", "what", "words"}
 # What tyro passes on from Python, in this program's words.
 _PLAINER = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1: found \2, allowed is a whole number"),
