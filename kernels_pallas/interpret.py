@@ -1,0 +1,18 @@
+"""Running a kernel without its device: the parameters of the interpreters, in one place."""
+
+from typing import Any
+
+
+def gpu_interpreter() -> Any:
+    """Pallas' interpreter of Mosaic GPU kernels on CPU, which also looks for races between threads."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def gpu_races() -> bool:
+    """Whether the interpreter has seen a race since the process started."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    state = interpret_pallas_call.get_races()
+    return bool(state.races_found)
