@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import registry
 from kernels_pallas.interpret import gpu_interpreter, gpu_races
-from kernels_pallas.mega_mhc import cases, gpu, reference
+from kernels_pallas.mega_mhc import cases, gpu, reference, tpu
 from kernels_pallas.mega_mhc.api import mega_mhc
 from kernels_pallas.mega_mhc.update import Tile
 
@@ -30,7 +31,12 @@ def assert_close(got, want, names=NAMES, bf16=2**-7, f32=2e-4):
 
 
 def implementation(name: str, case: cases.Case, **more):
-    run = {"unrolled": reference.unrolled, "split": functools.partial(reference.unrolled, split=True), "gpu": gpu.run}[name]
+    run = {
+        "unrolled": reference.unrolled,
+        "split": functools.partial(reference.unrolled, split=True),
+        "gpu": gpu.run,
+        "tpu": tpu.run,
+    }[name]
     return functools.partial(run, **cases.options(case), **more)
 
 
@@ -52,6 +58,15 @@ def test_gpu_kernel_agrees_with_the_reference_and_has_no_races(name):
     assert not gpu_races()
 
 
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_tpu_kernel_agrees_with_the_reference(name):
+    case = cases.SMALL[name]
+    args = cases.arguments(case)
+    assert tpu.refusal(*args, **cases.options(case)) is None
+    got = implementation("tpu", case, interpret=pltpu.InterpretParams())(*args)
+    assert_close(got, reference.run(*args, **cases.options(case)))
+
+
 @pytest.mark.parametrize(
     "tile",
     [
@@ -61,14 +76,14 @@ def test_gpu_kernel_agrees_with_the_reference_and_has_no_races(name):
     ids=["four mixers", "wide chunks"],
 )
 def test_every_tiling_gives_the_same(tile):
-    case = cases.SMALL["ragged tokens"]
+    case = cases.Case(61, width=256)
     args = cases.arguments(case, seed=1)
     got = implementation("gpu", case, tile=tile, interpret=gpu_interpreter())(*args)
     assert_close(got, reference.run(*args, **cases.options(case)))
     assert not gpu_races()
 
 
-@pytest.mark.parametrize("name", ["gpu", "unrolled"])
+@pytest.mark.parametrize("name", ["gpu", "tpu", "unrolled"])
 def test_gradients_agree_with_the_reference(name):
     case = cases.Case(5, width=128, iters=2)
     args = cases.arguments(case)
@@ -80,6 +95,7 @@ def test_gradients_agree_with_the_reference(name):
 
     tile = Tile(splits=1, width=64, slots=2, pieces=2, groups=1, ring=4, mixers=2)
     more = {"tile": tile, "interpret": gpu_interpreter()} if name == "gpu" else {}
+    more = {"interpret": pltpu.InterpretParams()} if name == "tpu" else more
     every = tuple(range(1, 1 + len(args)))
     got = jax.grad(loss, argnums=every)(implementation(name, case, **more), *args)
     want = jax.grad(loss, argnums=every)(functools.partial(reference.run, **cases.options(case)), *args)
@@ -95,6 +111,9 @@ def test_real_shapes_lower_for_the_device(name):
     assert gpu.refusal(*args, **cases.options(case)) is None
     run = jax.jit(functools.partial(gpu.run, **cases.options(case)))
     assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert tpu.refusal(*args, **cases.options(case)) is None
+    run = jax.jit(functools.partial(tpu.run, **cases.options(case)))
+    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_a_launch_is_resident_and_rings_are_long_enough():
