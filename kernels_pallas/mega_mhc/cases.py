@@ -1,0 +1,94 @@
+"""Shapes that tests and benchmarks of `mega_mhc` share, and what they cost."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.mhc import coefficients
+from dsv41.params import HyperConnection
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens of N streams and width D."""
+
+    tokens: int
+    streams: int = 4
+    width: int = 5120
+    dtype: str = "bfloat16"
+    iters: int = 20
+    eps: float = 1e-6
+    rms_eps: float = 1e-20
+
+
+REAL = {
+    "1 token": Case(1),
+    "128 tokens": Case(128),
+    "4096 tokens": Case(4096),
+    "8192 tokens": Case(8192),
+}
+SMALL = {
+    "one token": Case(1, width=256),
+    "a whole tile": Case(64, width=256),
+    "ragged tokens": Case(72, width=256),
+    "more tiles than run at once": Case(131, width=256),
+    "float32": Case(9, width=128, dtype="float32"),
+    "two streams": Case(9, streams=2, width=128),
+    "one Sinkhorn step": Case(5, width=128, iters=1),
+}
+CASES = {**SMALL, **REAL}
+
+
+def abstract(case: Case) -> tuple:
+    """Shapes and dtypes of the op's arguments."""
+    t, n, d, m = case.tokens, case.streams, case.width, case.streams * (case.streams + 2)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    y, x = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in ((t, d), (t, n, d)))
+    hc = HyperConnection(fn=floats(m, n * d), base=floats(m), scale=floats(3))
+    return y, x, floats(t, n), floats(t, n, n), floats(t, n), hc, floats(d)
+
+
+def arguments(case: Case, seed: int = 0) -> tuple:
+    """Random arguments; post, comb and pre are what another site would predict."""
+    t, n, d, m = case.tokens, case.streams, case.width, case.streams * (case.streams + 2)
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.float32)
+
+    def site() -> HyperConnection:
+        return HyperConnection(
+            fn=normal(m, n * d) * (n * d) ** -0.5, base=normal(m), scale=jnp.asarray([0.7, 1.1, 0.9], jnp.float32)
+        )
+
+    y, x = normal(t, d), normal(t, n, d)
+    pre, post, comb = coefficients(x, site(), case.iters, case.eps, case.rms_eps)
+    return y.astype(case.dtype), x.astype(case.dtype), post, comb, pre, site(), 1 + 0.2 * normal(d)
+
+
+def cost(case: Case) -> tuple[int, int]:
+    """Bytes that must move (streams both ways, y, the next input, coefficients, the predictor) and FLOPs of the projection."""
+    t, n, d, m = case.tokens, case.streams, case.width, case.streams * (case.streams + 2)
+    size = jnp.dtype(case.dtype).itemsize
+    return t * ((2 * n + 2) * d * size + 4 * (m + m)) + 4 * m * n * d + 4 * d, 2 * t * m * n * d
+
+
+def options(case: Case) -> dict:
+    """Static options of the op."""
+    return {"iters": case.iters, "eps": case.eps, "rms_eps": case.rms_eps}
+
+
+def peers(case: Case) -> dict:
+    """Other forms to time beside the kernel, of the op's signature."""
+    from kernels_pallas.mega_mhc.reference import unrolled
+
+    static = options(case)
+    return {
+        "XLA, sums written out": jax.jit(partial(unrolled, **static)),
+        "XLA, written out, bf16 product": jax.jit(partial(unrolled, **static, split=True)),
+    }

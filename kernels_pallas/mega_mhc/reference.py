@@ -1,0 +1,94 @@
+"""`mega_mhc` in plain XLA: the model's own functions one after the other, and a form of them that XLA fuses better."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsv41.mhc import coefficients, collapse, expand
+from dsv41.numerics import linear, rms_norm
+
+
+def run(
+    y: jax.Array,
+    streams: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    pre: jax.Array,
+    hc: Any,
+    gain: jax.Array,
+    *,
+    iters: int,
+    eps: float,
+    rms_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """See `kernels_pallas.mega_mhc.api.mega_mhc`."""
+    new = expand(y, streams, post, comb)
+    return new, rms_norm(collapse(pre, new), gain, rms_eps), *coefficients(new, hc, iters, eps, rms_eps)
+
+
+def _sum(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _sinkhorn(m: list[list[jax.Array]], iters: int, eps: float) -> list[list[jax.Array]]:
+    n = len(m)
+
+    def columns(m: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        totals = [_sum([m[j][k] for j in range(n)]) + eps for k in range(n)]
+        return [[m[j][k] / totals[k] for k in range(n)] for j in range(n)]
+
+    def step(m: list[list[jax.Array]], _: None) -> tuple[list[list[jax.Array]], None]:
+        return columns([[entry / (_sum(row) + eps) for entry in row] for row in m]), None
+
+    exps = [[jnp.exp(entry - functools.reduce(jnp.maximum, row)) for entry in row] for row in m]
+    start = columns([[entry / _sum(row) + eps for entry in row] for row in exps])
+    return lax.scan(step, start, None, length=iters - 1)[0]
+
+
+def high_and_low(fn: jax.Array) -> jax.Array:
+    """``[2 M, i]`` bfloat16: the rows of a float32 ``[M, i]``, then what rounding them to bfloat16 has lost."""
+    # Not a conversion there and back, which XLA may drop.
+    high = lax.reduce_precision(fn, 8, 7)
+    return jnp.concatenate([high, fn - high]).astype(jnp.bfloat16)
+
+
+def unrolled(
+    y: jax.Array,
+    streams: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    pre: jax.Array,
+    hc: Any,
+    gain: jax.Array,
+    *,
+    iters: int,
+    eps: float,
+    rms_eps: float,
+    split: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same with every sum over streams written out, so that XLA makes one elementwise kernel of it.
+
+    split: the projection as one bfloat16 product with `high_and_low`, where a float32 one is a kernel of its own.
+    """
+    n = streams.shape[1]
+    f32 = jnp.float32
+    yf, xf = y.astype(f32), streams.astype(f32)
+    mixed = [post[:, k, None] * yf + _sum([comb[:, j, k, None] * xf[:, j] for j in range(n)]) for k in range(n)]
+    new = jnp.stack([row.astype(streams.dtype) for row in mixed], axis=1)
+    newf = new.astype(f32)
+    x = rms_norm(_sum([pre[:, k, None] * newf[:, k] for k in range(n)]).astype(streams.dtype), gain, rms_eps)
+    flat = new.reshape(new.shape[0], -1)
+    if split:
+        both = jnp.einsum("ti,oi->to", flat, high_and_low(hc.fn), preferred_element_type=f32)
+        projected = both[:, : hc.fn.shape[0]] + both[:, hc.fn.shape[0] :]
+    else:
+        projected = linear(flat, hc.fn, f32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(newf), axis=(1, 2)) + rms_eps)
+    mixes = projected * scale[:, None] * hc.scale[np.repeat(np.arange(3), (n, n, n * n))][None] + hc.base[None]
+    out = _sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
+    own_comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
+    return new, x, jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), own_comb

@@ -1,0 +1,140 @@
+"""mega_mhc: every implementation against the model's own functions, values and gradients, and what the kernels refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import registry
+from kernels_pallas.interpret import gpu_interpreter, gpu_races
+from kernels_pallas.mega_mhc import cases, gpu, reference, tpu
+from kernels_pallas.mega_mhc.api import mega_mhc
+from kernels_pallas.mega_mhc.update import Tile
+
+NAMES = ("streams", "x", "pre", "post", "comb")
+# The interpreter takes a device for each warpgroup of a cluster, of which tests have eight.
+SMALL_TILE = Tile(splits=2, width=64, slots=2, pieces=3, groups=2, ring=4, mixers=2)
+GPU_CASES = {
+    name: case for name, case in cases.SMALL.items() if gpu.refusal(*cases.abstract(case), **cases.options(case)) is None
+}
+
+
+def assert_close(got, want, names=NAMES, bf16=2**-7, f32=2e-4):
+    for name, g, w in zip(names, got, want, strict=True):
+        assert g.dtype == w.dtype and g.shape == w.shape, name
+        limit = bf16 if g.dtype == jnp.bfloat16 else f32
+        g, w = (np.asarray(a.astype(jnp.float32)) for a in (g, w))
+        assert np.abs(g - w).max() <= limit * max(np.abs(w).max(), 1e-30), name
+
+
+def implementation(name: str, case: cases.Case, **more):
+    run = {
+        "unrolled": reference.unrolled,
+        "split": functools.partial(reference.unrolled, split=True),
+        "gpu": gpu.run,
+        "tpu": tpu.run,
+    }[name]
+    return functools.partial(run, **cases.options(case), **more)
+
+
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_written_out_sums_agree_with_the_reference(name):
+    case = cases.SMALL[name]
+    args = cases.arguments(case)
+    want = mega_mhc(*args, **cases.options(case), impl="reference")
+    assert_close(implementation("unrolled", case)(*args), want)
+    assert_close(implementation("split", case)(*args), want)
+
+
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_gpu_kernel_agrees_with_the_reference_and_has_no_races(name):
+    case = cases.SMALL[name]
+    args = cases.arguments(case)
+    got = implementation("gpu", case, tile=SMALL_TILE, interpret=gpu_interpreter())(*args)
+    assert_close(got, reference.run(*args, **cases.options(case)))
+    assert not gpu_races()
+
+
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_tpu_kernel_agrees_with_the_reference(name):
+    case = cases.SMALL[name]
+    args = cases.arguments(case)
+    assert tpu.refusal(*args, **cases.options(case)) is None
+    got = implementation("tpu", case, interpret=pltpu.InterpretParams())(*args)
+    assert_close(got, reference.run(*args, **cases.options(case)))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(splits=1, width=64, slots=3, pieces=2, groups=1, ring=7, mixers=4),
+        Tile(splits=2, width=128, slots=1, pieces=1, groups=1, ring=3, mixers=2),
+    ],
+    ids=["four mixers", "wide chunks"],
+)
+def test_every_tiling_gives_the_same(tile):
+    case = cases.Case(61, width=256)
+    args = cases.arguments(case, seed=1)
+    got = implementation("gpu", case, tile=tile, interpret=gpu_interpreter())(*args)
+    assert_close(got, reference.run(*args, **cases.options(case)))
+    assert not gpu_races()
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu", "unrolled"])
+def test_gradients_agree_with_the_reference(name):
+    case = cases.Case(5, width=128, iters=2)
+    args = cases.arguments(case)
+    weights = jax.tree.map(lambda a: jax.random.normal(jax.random.key(7), a.shape), reference.run(*args, **cases.options(case)))
+
+    def loss(run, *args):
+        outs = run(*args)
+        return sum(jnp.sum(o.astype(jnp.float32) * w) for o, w in zip(outs, weights, strict=True))
+
+    tile = Tile(splits=1, width=64, slots=2, pieces=2, groups=1, ring=4, mixers=2)
+    more = {"tile": tile, "interpret": gpu_interpreter()} if name == "gpu" else {}
+    more = {"interpret": pltpu.InterpretParams()} if name == "tpu" else more
+    every = tuple(range(1, 1 + len(args)))
+    got = jax.grad(loss, argnums=every)(implementation(name, case, **more), *args)
+    want = jax.grad(loss, argnums=every)(functools.partial(reference.run, **cases.options(case)), *args)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    # Cotangents pass through bfloat16 where values do.
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), paths, bf16=2**-6, f32=5e-3)
+
+
+@pytest.mark.parametrize("name", cases.REAL)
+def test_real_shapes_lower_for_the_device(name):
+    case = cases.REAL[name]
+    args = cases.abstract(case)
+    assert gpu.refusal(*args, **cases.options(case)) is None
+    run = jax.jit(functools.partial(gpu.run, **cases.options(case)))
+    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert tpu.refusal(*args, **cases.options(case)) is None
+    run = jax.jit(functools.partial(tpu.run, **cases.options(case)))
+    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_launch_is_resident_and_rings_are_long_enough():
+    for tokens in (1, 64, 65, 128, 300, 500, 1000, 1024, 4096, 8192, 16385):
+        for d in (512, 4096, 5120, 7168):
+            tile = gpu.choose(tokens, d)
+            assert tile is not None and d % (tile.splits * tile.width) == 0
+            assert tile.splits * tile.groups <= gpu.CTAS
+            assert tile.ring >= d // tile.width // tile.splits + 2
+
+
+def test_refusals_say_what_is_allowed():
+    def reason(**changes):
+        case = cases.Case(**{"tokens": 4, "width": 128, **changes})
+        return gpu.refusal(*cases.abstract(case), **cases.options(case))
+
+    assert reason() is None
+    assert "allowed are 4" in reason(streams=2)
+    assert "multiples of 64" in reason(width=96)
+    assert "allowed is bfloat16" in reason(dtype="float32")
+    args, kwargs = cases.abstract(cases.SMALL["two streams"]), cases.options(cases.SMALL["two streams"])
+    assert registry.choose("mega_mhc", "auto", *args, **kwargs, backend="gpu").impl == "reference"
+    with pytest.raises(registry.Refused, match="streams"):
+        registry.choose("mega_mhc", "gpu", *args, **kwargs, backend="gpu")
