@@ -9,8 +9,10 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,32 +89,41 @@ def _error(got: Any, want: Any) -> float:
     return worst
 
 
-def bench_op(op: str, clock: Clock, only: str = "") -> list[Timing]:
-    """Every implementation and peer of ``op`` on its real cases whose name contains ``only``."""
-    cases = registry.module(op, "cases")
-    results = []
+def _compiled(runs: dict[str, Callable], args: tuple) -> dict[str, Any]:
+    """Each run compiled for ``args``, at once; the exception of one that cannot be."""
+
+    def compile_one(run: Callable) -> Any:
+        try:
+            return jax.jit(run).lower(*args).compile()
+        except Exception as problem:
+            return problem
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(runs, pool.map(compile_one, runs.values()), strict=True))
+
+
+def bench_op(op: str, clock: Clock) -> list[Timing]:
+    """Every implementation and peer of ``op`` on its real cases."""
+    cases, results = registry.module(op, "cases"), []
     for name, case in cases.REAL.items():
-        if only not in name:
-            continue
-        args, kwargs = cases.arguments(case), cases.options(case)
-        reference = jax.jit(lambda *a, kwargs=kwargs: registry.module(op, "reference").run(*a, **kwargs))
-        want = jax.block_until_ready(reference(*args))
-        runs: dict[str, Callable] = {"XLA": reference}
-        runs["ours"] = jax.jit(lambda *a, kwargs=kwargs: registry.module(op, "gpu").run(*a, **kwargs))
-        runs |= cases.peers(case)
-        cost = cases.cost(case)
-        for label, run in runs.items():
+        args, options, cost = cases.arguments(case), cases.options(case), cases.cost(case)
+        runs: dict[str, Callable] = {"XLA, float32": partial(registry.module(op, "reference").run, **options)}
+        runs["ours"] = partial(registry.module(op, "gpu").run, **options)
+        compiled = _compiled({**runs, **cases.peers(case)}, args)
+        want = jax.block_until_ready(compiled["XLA, float32"](*args))
+        for label, run in compiled.items():
             try:
+                if isinstance(run, Exception):
+                    raise run
                 error = _error(run(*args), want)
                 median, low, high, kernels = clock.time(run, args)
+                result = Timing(op, name, label, median, low, high, kernels, cost[0], cost[1], clock.floor(cost), error)
             except Exception as problem:
-                text = str(problem).strip().splitlines() or [type(problem).__name__]
+                text = str(problem).strip().splitlines() or [""]
                 note = f"{type(problem).__name__}: {text[-1][:160]}"
-                results.append(Timing(op, name, label, 0, 0, 0, 0, cost[0], cost[1], note=note))
-            else:
-                floor = clock.floor(cost)
-                results.append(Timing(op, name, label, median, low, high, kernels, cost[0], cost[1], floor, error))
-            print(line(results[-1]), flush=True)
+                result = Timing(op, name, label, 0, 0, 0, 0, cost[0], cost[1], note=note)
+            results.append(result)
+            print(line(result), flush=True)
     return results
 
 
@@ -168,12 +179,14 @@ def run(ops: Sequence[str], out: Path | None) -> None:
     device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
     device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
     print(device, flush=True)
-    results = [t for op in ops for t in bench_op(op, clock)]
-    if out is not None:
-        text = json.dumps({"device": device, "results": [asdict(t) for t in results]}, indent=1)
-        temporary = out.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.rename(out)
+    results: list[Timing] = []
+    for op in ops:
+        results += bench_op(op, clock)
+        if out is not None:
+            text = json.dumps({"device": device, "results": [asdict(t) for t in results]}, indent=1)
+            temporary = out.with_suffix(".tmp")
+            temporary.write_text(text + "\n")
+            temporary.rename(out)
 
 
 if __name__ == "__main__":
