@@ -66,6 +66,8 @@ class Train:
     """Steps in all; 0 for as many as --max-seconds allow."""
     batch_size: int = 4
     """Rows a step."""
+    accumulate: int = 1
+    """Parts of a batch that go through the model one after another, to save memory; a divisor of its rows."""
     length: int = 256
     """Tokens a row."""
     lr: float = 1.5e-2

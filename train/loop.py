@@ -192,7 +192,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     report.phase("compiling the training step")
     compiling = time.monotonic()
     example = _device_batch(data.batch(0))
-    train_step = make_train_step(config, policy, fold).lower(state, example, jnp.float32(0)).compile()  # pyright: ignore
+    train_step = make_train_step(config, policy, fold, options.accumulate).lower(state, example, jnp.float32(0)).compile()  # pyright: ignore
     compile_seconds = time.monotonic() - compiling
 
     records = _read_metrics(out / "metrics.jsonl", resumed) if resumed else []

@@ -23,12 +23,6 @@ def weighted_nll(
     return jnp.sum(weights * nll), jnp.sum(weights)
 
 
-def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]) -> Float[Array, ""]:
-    """Mean nats over the weighted positions; 0 where every weight is 0."""
-    total, count = weighted_nll(logits, targets, weights)
-    return total / jnp.maximum(count, 1.0)
-
-
 def total_loss(ce: Float[Array, ""], balance: Float[Array, ""], index_kl: Float[Array, ""]) -> Float[Array, ""]:
     """Cross-entropy + 1e-4 sequence balance + indexer KL."""
     return ce + BALANCE_WEIGHT * balance + INDEX_KL_WEIGHT * index_kl

@@ -35,6 +35,7 @@ class TrainOptions:
     keep: int = 2
     max_seconds: float | None = None
     evaluate: bool = True
+    accumulate: int = 1
 
 
 def check_options(options: TrainOptions) -> ModelConfig:
@@ -50,6 +51,10 @@ def check_options(options: TrainOptions) -> ModelConfig:
     if options.steps == 0 and options.max_seconds is None:
         raise UserError("steps: found 0 without max_seconds, allowed is 1 or more; nearest is 1")
     check_stream(options.batch_size, options.seed)
+    rows, parts = options.batch_size, options.accumulate
+    if parts < 1 or rows % parts:
+        close = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(n - parts))
+        raise UserError(f"accumulate: found {parts}, allowed is a divisor of the {rows} rows of a batch; nearest is {close}")
     check_paths(options.data)
     config = preset(options.preset) if options.config is None else load_config(options.config)
     check_length(options.length, config.document_alignment)

@@ -15,7 +15,7 @@ from train.data import Prepared
 from train.options import TrainOptions
 
 NAME = "run.json"
-_PLAIN = ("batch_size", "length", "lr", "seed")
+_PLAIN = ("batch_size", "length", "lr", "seed", "accumulate")
 
 
 @dataclass(frozen=True)

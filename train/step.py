@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax import lax
 
 from dsv41.config import ModelConfig
 from dsv41.model import forward
 from dsv41.numerics import Policy
 from dsv41.params import TextParams, init_params, text_specs
 from train.data import Batch
-from train.losses import cross_entropy, total_loss, weighted_nll
+from train.losses import total_loss, weighted_nll
 from train.optim import clip, make_optimizer, update_biases
 
 Metrics = dict[str, jax.Array]
@@ -55,22 +56,42 @@ def _floats(gradient: jax.Array) -> jax.Array | None:
     return gradient if jnp.issubdtype(gradient.dtype, jnp.floating) else None
 
 
-def make_train_step(config: ModelConfig, policy: Policy, token_map: Any) -> TrainStep:
+def make_train_step(config: ModelConfig, policy: Policy, token_map: Any, accumulate: int = 1) -> TrainStep:
     """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
 
-    rate: float32 learning rate of this step. A step whose loss or gradient is not finite changes nothing but the step
-    number: parameters, optimizer state and router biases stay, and ``skipped`` is 1.
+    rate: float32 learning rate of this step. accumulate: parts of a batch whose gradients are summed before the one update,
+    a divisor of its rows; the cross-entropy is that of the whole batch (sum of nats over sum of weights), balance and
+    indexer loss are means over the parts. A step whose loss or gradient is not finite changes nothing but the step number:
+    parameters, optimizer state and router biases stay, and ``skipped`` is 1.
     """
     fold = jnp.asarray(token_map, jnp.int32)
 
-    def loss_fn(params: TextParams, batch: Batch) -> tuple[jax.Array, Any]:
+    def loss_fn(params: TextParams, batch: Batch, tokens: jax.Array) -> tuple[jax.Array, Any]:
         out = forward(params, config, policy, batch.ids, batch.segments, fold)
-        ce = cross_entropy(out.logits, batch.targets, batch.weights)
-        return total_loss(ce, out.balance, out.index_kl), (ce, out.balance, out.index_kl, out.load)
+        ce = weighted_nll(out.logits, batch.targets, batch.weights)[0] / tokens
+        balance, index_kl = out.balance / accumulate, out.index_kl / accumulate
+        return total_loss(ce, balance, index_kl), (ce, balance, index_kl, out.load)
+
+    grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
+
+    def whole(params: TextParams, batch: Batch) -> Any:
+        tokens = jnp.maximum(jnp.sum(batch.weights), 1.0)
+        if accumulate == 1:
+            return grad(params, batch, tokens)
+        parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
+        first, rest = (jax.tree.map(lambda a, cut=cut: a[cut], parts) for cut in (0, slice(1, None)))
+        out, grads = grad(params, first, tokens)
+
+        def add(total: Any, part: Batch) -> tuple[Any, None]:
+            out, grads = grad(params, part, tokens)
+            return jax.tree.map(jnp.add, total, (out, jax.tree.map(_floats, grads))), None
+
+        # A scan, so that the parts share one set of activations. Id tables have gradients that no loop can carry.
+        out, sums = lax.scan(add, (out, jax.tree.map(_floats, grads)), rest)[0]
+        return out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None)
 
     def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
-        (loss, (ce, balance, index_kl, load)), grads = grad(state.params, batch)
+        (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
         grads, norm = clip(text_specs(config), grads)
         updates, opt_state = _optimizer(config, rate).update(grads, state.opt_state, state.params)
         params = _balance_routers(optax.apply_updates(state.params, updates), load)

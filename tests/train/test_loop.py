@@ -26,7 +26,7 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
-from train.losses import cross_entropy, total_loss
+from train.losses import total_loss, weighted_nll
 from train.packing import Packed
 from train.run import read_run, write_run
 from train.step import init_state, make_train_step
@@ -171,7 +171,7 @@ def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
     assert len(loop._read_metrics(tmp_path / "metrics.jsonl", 1)) == 1
 
 
-@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"preset": "toy"}])
+@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"accumulate": 2}, {"preset": "toy"}])
 def test_resume_with_other_options_is_an_error(options, whole, change):
     with pytest.raises(UserError, match="config" if "preset" in change else next(iter(change))):
         train(replace(options, **change))
@@ -199,6 +199,27 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert int(metrics["skipped"]) == 1
     assert int(after.step) == 1
     chex.assert_trees_all_equal(before, after.replace(step=before.step))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_a_batch_add_up_to_it(parts):
+    """Rows of unequal length, so that a mean of the parts' means would be another number; float32 sums in another order."""
+    config, fold = fit_vocabulary(_tiny(), train_tokenizer([TEXT], 300))
+    ids = np.random.default_rng(3).integers(3, config.vocab_size, (4, 64)).astype(np.int32)
+    for lengths in ([64, 64, 64, 64], [64, 40, 9, 23]):
+        segments = (np.arange(64)[None] < np.array(lengths)[:, None]).astype(np.int32)
+        batch = to_batch(Packed(ids, segments))
+        want, whole = make_train_step(config, Policy(), fold)(init_state(config, 0), batch, jnp.float32(1e-3))
+        got, metrics = make_train_step(config, Policy(), fold, parts)(init_state(config, 0), batch, jnp.float32(1e-3))
+        np.testing.assert_allclose(metrics["ce"], whole["ce"], rtol=2e-6)
+        np.testing.assert_allclose(metrics["max_load"], whole["max_load"], rtol=1e-6)
+        if min(lengths) == 64:
+            # Means over the parts are the batch's, so its gradient is too. An update has a size of 2e-4; orthogonalising
+            # raises what is small in a gradient, so an element moves by up to some hundredths of that.
+            np.testing.assert_allclose(metrics["loss"], whole["loss"], rtol=2e-6)
+            np.testing.assert_allclose(metrics["grad_norm"], whole["grad_norm"], rtol=2e-5)
+            large = lambda p: (p.embed, p.head, [(a.attn.wkv, a.attn.wq_b, a.ffn.shared) for a in p.layers])  # noqa: E731
+            chex.assert_trees_all_close(large(got.params), large(want.params), atol=6e-6)
 
 
 @pytest.mark.pitfall("N11")
@@ -234,6 +255,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
 def test_losses():
     logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [jnp.nan] * 3]], jnp.float32))
     targets, weights = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([[1.0, 3.0, 0.0]], jnp.float32)
-    ce = cross_entropy(logits, targets, weights)
+    nats, count = weighted_nll(logits, targets, weights)
+    ce = nats / count
     np.testing.assert_allclose(ce, -(math.log(0.5) + 3 * math.log(0.8)) / 4, rtol=1e-6)
     np.testing.assert_allclose(total_loss(ce, jnp.float32(2), jnp.float32(0.5)), float(ce) + 2e-4 + 0.5, rtol=1e-6)

@@ -108,6 +108,16 @@ def test_adamw_card_and_decay_where_the_spec_says_so():
     np.testing.assert_allclose(params["off"], 1.99, rtol=1e-6)
 
 
+@pytest.mark.parametrize("exponent", range(-24, 1))
+def test_adamw_never_steps_further_than_its_rate(exponent):
+    """Whatever size a gradient has: from those whose squares float32 cannot hold to ordinary ones."""
+    specs = {"gain": replace(SMALL["gain"], shape=(3,), decay=False)}
+    zeros = {"gain": jnp.zeros(3, jnp.float32)}
+    gradient = jnp.array([1.0, -3.3, 7.1], jnp.float32) * jnp.float32(10.0**exponent)
+    params, _ = run(specs, zeros, {"gain": gradient}, rate=1e-3, steps=1)
+    assert float(jnp.max(jnp.abs(params["gain"]))) <= 1.001e-3
+
+
 def test_tables_move_by_their_own_factor():
     signs = jnp.array([[1, -1], [-1, 1]], jnp.float32)
     specs = {name: replace(SMALL[name], shape=(2, 2)) for name in ("embed", "engram")}

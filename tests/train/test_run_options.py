@@ -31,6 +31,8 @@ from train.tokenizer import train_tokenizer
         (("--seed", "-1"), "--seed: found -1"),
         (("--seed", str(2**32)), "--seed: found 4294967296"),
         (("--batch-size", "0"), "--batch-size: found 0"),
+        (("--accumulate", "3"), "--accumulate: found 3, allowed is a divisor of the 4 rows of a batch; nearest is"),
+        (("--accumulate", "0"), "--accumulate: found 0, allowed is a divisor of the 4 rows of a batch; nearest is 1"),
         (("--checkpoint-every", "0"), "--checkpoint-every: found 0"),
         (("--max-seconds", "nan"), "--max-seconds: found nan"),
         (("--lr", "inf"), "--lr: found inf"),

@@ -16,6 +16,7 @@ from train.optim.sinkhorn import sinkhorn
 # Momenta that a family keeps of each number; None: the optimizer leaves the weight alone.
 _MOMENTA = {"muon": 1, "sinkhorn": 1, "adamw": 2, "sign": None, "frozen": None}
 _COUNT_BYTES = 4
+_LEAST_SQUARED = 2e-18  # 0.05 times its square is a normal float32
 
 
 class OptimizerState(NamedTuple):
@@ -37,6 +38,8 @@ def adamw(specs: Any) -> optax.GradientTransformation:
     rule = optax.chain(optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-20), optax.add_decayed_weights(WEIGHT_DECAY, mask=mask))
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # Squares below float32's range are zero, and over an eps of 1e-20 the step would be up to a hundred times its size.
+        gradients = jax.tree.map(lambda g: jnp.where(jnp.abs(g) < _LEAST_SQUARED, jnp.zeros_like(g), g), gradients)
         # Optax raises a float to an integer count.
         with jax.numpy_dtype_promotion("standard"):
             return rule.update(gradients, state, params)
