@@ -100,22 +100,23 @@ def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, to
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that the run ends with a checkpoint; a second one interrupts."""
-    stop = threading.Event()
+def _interruptible() -> Iterator[list[int]]:
+    """Gets the first Ctrl-C or SIGTERM, so that the run ends with a checkpoint; a second one of its kind ends it at once."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield received
         return
 
     def handle(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, old)
-        stop.set()
+        signal.signal(number, old[number])
+        received.append(number)
 
-    old = signal.signal(signal.SIGINT, handle)
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield received
     finally:
-        signal.signal(signal.SIGINT, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _device_batch(batch: Batch) -> Batch:
@@ -209,9 +210,9 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             saved = done
 
     batches = data.iterator(done)
-    with open(out / "metrics.jsonl", "a", encoding="utf-8") as log, _interruptible() as stop:
+    with open(out / "metrics.jsonl", "a", encoding="utf-8") as log, _interruptible() as received:
         report.phase("training")
-        while (not total or done < total) and not stop.is_set():
+        while (not total or done < total) and not received:
             now = time.monotonic()
             if options.max_seconds is not None and total and done and now - began > options.max_seconds:
                 break
@@ -240,15 +241,16 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         speed = tokens / max(time.monotonic() - started, 1e-9)
         report.phase(f"writing the checkpoint of step {done}")
         save()
-        interrupted = stop.is_set()
-    if options.evaluate and not interrupted:
+    if options.evaluate and not received:
         report.phase("scoring held-out text")
         scores = [found for found in scores if found.step < done]
         scores.append(score(eval_step, state, prepared.heldout, options.batch_size, prepared.token_bytes))
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
-    if interrupted:
+    if received:
+        if received[0] == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
     return TrainResult(
         state=state,

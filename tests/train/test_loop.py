@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -222,15 +223,35 @@ def test_parts_of_a_batch_add_up_to_it(parts):
             chex.assert_trees_all_close(large(got.params), large(want.params), atol=6e-6)
 
 
+def _command(options, name):
+    """The options of a run of its own, as a process would be started with."""
+    base = options.out.parent
+    save_config(_tiny(), base / "tiny.json")
+    part = replace(options, out=base / name, preset="toy", config=base / "tiny.json", checkpoint_every=2, keep=1)
+    command = [sys.executable, "-m", "dsv41.cli", "train", "--out", str(part.out), "--config", str(part.config)]
+    command += ["--data", *part.data, "--steps", "10", "--batch-size", "2", "--length", "64", "--checkpoint-every", "2"]
+    return part, [*command, "--keep", "1", "--no-evaluate"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_asked_to_end_saves_the_step_it_is_at(options, whole, number, code):
+    part, command = _command(options, f"asked-{code}")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    log = part.out / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n")):
+        time.sleep(0.005)
+    process.send_signal(number)
+    assert process.wait() == code
+    done = len(_records(part.out))
+    assert [int(p.name) for p in (part.out / "checkpoints").iterdir()] == [done]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+    assert _records(part.out) == _records(options.out)
+
+
 @pytest.mark.pitfall("N11")
 def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
     """kill -9 at an arbitrary moment, the second time during a save; the last process ends as the unbroken run did."""
-    base = options.out.parent
-    save_config(_tiny(), base / "tiny.json")
-    part = replace(options, out=base / "killed", preset="toy", config=base / "tiny.json", checkpoint_every=2, keep=1)
-    command = [sys.executable, "-m", "dsv41.cli", "train", "--out", str(part.out), "--config", str(part.config)]
-    command += ["--data", *part.data, "--steps", "10", "--batch-size", "2", "--length", "64", "--checkpoint-every", "2"]
-    command += ["--keep", "1", "--no-evaluate"]
+    part, command = _command(options, "killed")
     saves = part.out / "checkpoints"
     for killed, name in ((True, None), (True, "partial"), (False, None)):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
