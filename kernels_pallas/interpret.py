@@ -11,7 +11,7 @@ def gpu_interpreter() -> Any:
 
 
 def gpu_races() -> bool:
-    """Whether the interpreter has seen a race since the process started."""
+    """Whether the interpreter has seen a race in the kernel that it ran last; those of earlier ones are forgotten."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     state = interpret_pallas_call.get_races()

@@ -1,6 +1,7 @@
-"""Second kernel of mega_mhc: the coefficients from the partial projections and sums of squares."""
+"""Second kernel of mega_mhc on Hopper: coefficients from the partial projections, and the collapsed row's RMS norm."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,41 +10,32 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-LANES = 128  # one token a thread of a warpgroup; a block with fewer tokens leaves the rest of them idle
-GROUPS = 4  # warpgroups that share the sums over the splits
-_TOKEN = plgpu.Layout.TCGEN05_TMEM_NATIVE.reduce(1)
+from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS
 
-
-def _sum(values: list[Any]) -> Any:
-    """As a tree: the chain of dependent operations is what a block's time consists of."""
-    while len(values) > 1:
-        values = [a + b for a, b in zip(values[::2], values[1::2], strict=False)] + values[len(values) // 2 * 2 :]
-    return values[0]
-
-
-def _inverse(x: Any) -> Any:
-    """Of a positive number, in two instructions where a division takes ten; to about 3e-7."""
-    root = lax.rsqrt(x)
-    return root * root
+_MOST_CHUNKS = 24  # 64 x 64 bfloat16 each, beside 12 KiB of coefficients in 227 KiB of shared memory
+_ROW = plgpu.Layout.WGMMA
 
 
 def _sinkhorn(m: list[list[Any]], iters: int, eps: float) -> list[list[Any]]:
     """Of one matrix a token, entry by entry, so that no register array is indexed at run time."""
     n = len(m)
 
+    def total(entries: list[Any]) -> Any:
+        return functools.reduce(lambda a, b: a + b, entries)
+
     def columns(m: list[list[Any]]) -> list[list[Any]]:
-        scale = [_inverse(_sum([m[j][k] for j in range(n)]) + eps) for k in range(n)]
+        scale = [1.0 / (total([m[j][k] for j in range(n)]) + eps) for k in range(n)]
         return [[m[j][k] * scale[k] for k in range(n)] for j in range(n)]
 
     def step(_: Any, m: list[list[Any]]) -> list[list[Any]]:
-        scale = [_inverse(_sum(row) + eps) for row in m]
+        scale = [1.0 / (total(row) + eps) for row in m]
         return columns([[entry * scale[j] for entry in m[j]] for j in range(n)])
 
     soft = []
     for row in m:
         top = functools.reduce(jnp.maximum, row)
         e = [jnp.exp(entry - top) for entry in row]
-        scale = _inverse(_sum(e))
+        scale = 1.0 / total(e)
         soft.append([entry * scale + eps for entry in e])
     return lax.fori_loop(0, iters - 1, step, columns(soft))
 
@@ -52,56 +44,81 @@ def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def _kernel(refs: tuple, scoped: tuple, *, tokens: int, n: int, d: int, iters: int, eps: float, rms_eps: float) -> None:
-    p_gmem, q_gmem, scale_gmem, base_gmem, pre_gmem, post_gmem, comb_gmem = refs
+def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float) -> None:
+    p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, x_gmem = refs
     splits, _, m = p_gmem.shape
-    parts_s, squares_s, mixes_s, outs, done = scoped
-    wg = lax.axis_index("wg")
-    row = lax.axis_index("block") * tokens
-    flat = plgpu.Layout.WG_STRIDED((tokens, m), 1)
+    d = gain_gmem.shape[0]
+    mixes, outs, chunks_s, barriers = scoped
+    block = lax.axis_index("block")
+    per_tile = blocks + 1
+    row = lax.div(block, jnp.int32(per_tile)) * ROWS
+    part = lax.rem(block, jnp.int32(per_tile))
+    token = pl.ds(row, ROWS)
 
-    projection, squares = [], []
-    for s in range(-(-splits // GROUPS)):
-        split = s * GROUPS + wg
-        inside = jnp.minimum(split, jnp.int32(splits - 1))
-        part = plgpu.load(p_gmem.at[inside, pl.ds(row, tokens)], layout=flat, optimized=False)
-        square = plgpu.load(q_gmem.at[0, inside, pl.ds(row, LANES)], layout=_TOKEN, optimized=False)
-        if (s + 1) * GROUPS > splits:
-            counts = (split < splits).astype(jnp.float32)
-            part, square = part * counts, square * counts
-        projection.append(part)
-        squares.append(square)
-    parts_s[wg, :, :] = _sum(projection)
-    squares_s[wg, :] = _sum(squares)
-    plgpu.barrier_arrive(done)
+    def summed(kind: int, layout: Any) -> Any:
+        parts = [plgpu.load(q_gmem.at[kind, s, token], layout=layout, optimized=False) for s in range(splits)]
+        return functools.reduce(lambda a, b: a + b, parts)
 
-    @pl.when(wg == 0)
-    def _():
-        plgpu.barrier_wait(done)
-        parts = [plgpu.load(parts_s.at[g], layout=flat, optimized=False) for g in range(GROUPS)]
-        mixes_s[:tokens, :] = _sum(parts)
-        squares = [plgpu.load(squares_s.at[g], layout=_TOKEN, optimized=False) for g in range(GROUPS)]
-        rms = lax.rsqrt(_sum(squares) / (n * d) + rms_eps)
+    def coefficients():
+        parts = [plgpu.load(p_gmem.at[s, token], layout=_ROW, optimized=False) for s in range(splits)]
+        mix = functools.reduce(lambda a, b: a + b, parts)
+        rms = lax.rsqrt(summed(0, _ROW.reduce(1)) / (n * d) + rms_eps)
+        scale = plgpu.load(scale_gmem, layout=_ROW.reduce(0), optimized=False)
+        base = plgpu.load(base_gmem, layout=_ROW.reduce(0), optimized=False)
+
+        def wide(v, axis):
+            return plgpu.layout_cast(lax.broadcast_in_dim(v, (ROWS, m), (axis,)), _ROW)
+
+        mixes[...] = mix * wide(rms, 0) * wide(scale, 1) + wide(base, 1)
         plgpu.commit_smem()
-
-        def mix(j: int, kind: int) -> Any:
-            return plgpu.load(mixes_s.at[:, j], layout=_TOKEN, optimized=False) * (rms * scale_gmem[kind]) + base_gmem[j]
-
-        pre_s, post_s, comb_s = outs
-        comb = _sinkhorn([[mix(2 * n + j * n + k, 2) for k in range(n)] for j in range(n)], iters, eps)
+        column = [plgpu.load(mixes.at[:, j], layout=_ROW.reduce(1), optimized=False) for j in range(2 * n + n * n)]
         for k in range(n):
-            pre_s[:, k] = _sigmoid(mix(k, 0)) + eps
-            post_s[:, k] = 2.0 * _sigmoid(mix(n + k, 1))
+            outs[0][:, k] = _sigmoid(column[k]) + eps
+            outs[1][:, k] = 2.0 * _sigmoid(column[n + k])
+        comb = _sinkhorn([column[2 * n + j * n : 2 * n + (j + 1) * n] for j in range(n)], iters, eps)
         for j in range(n):
             for k in range(n):
-                comb_s[j, :, k] = comb[j][k]
+                outs[2][:, j * n + k] = comb[j][k]
         plgpu.commit_smem()
-        token = pl.ds(row, tokens)
-        plgpu.copy_smem_to_gmem(pre_s.at[:tokens], pre_gmem.at[token])
-        plgpu.copy_smem_to_gmem(post_s.at[:tokens], post_gmem.at[token])
-        for j in range(n):
-            plgpu.copy_smem_to_gmem(comb_s.at[j, :tokens], comb_gmem.at[token, j])
+        for source, target in zip(outs, (pre_gmem, post_gmem, comb_gmem), strict=True):
+            plgpu.copy_smem_to_gmem(source, target.at[token])
         plgpu.wait_smem_to_gmem(0)
+
+    def normalise():
+        chunks = chunks_s.shape[0]
+        layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, COLS), jnp.bfloat16, 128)
+
+        def col(i):
+            return pl.ds((i * blocks + part) * COLS, COLS)
+
+        def fetch(i, _):
+            plgpu.copy_gmem_to_smem(hat_gmem.at[token, col(i)], chunks_s.at[i], barriers.at[i])
+
+        lax.fori_loop(0, chunks, fetch, None)
+        rms = lax.rsqrt(summed(1, layout.reduce(1)) / d + rms_eps)
+        rms = plgpu.layout_cast(lax.broadcast_in_dim(rms, (ROWS, COLS), (0,)), layout)
+
+        def one_chunk(i, _):
+            gain = plgpu.load(gain_gmem.at[col(i)], layout=layout.reduce(0), optimized=False)
+            gain = plgpu.layout_cast(lax.broadcast_in_dim(gain, (ROWS, COLS), (1,)), layout)
+            plgpu.barrier_wait(barriers.at[i])
+            hat = plgpu.load(chunks_s.at[i], layout=layout).astype(jnp.float32)
+            chunks_s[i] = (hat * rms * gain).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(chunks_s.at[i], x_gmem.at[token, col(i)])
+
+        lax.fori_loop(0, chunks, one_chunk, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.when(part == blocks)(coefficients)
+    pl.when(part < blocks)(normalise)
+
+
+def normalisers(d: int) -> int:
+    """How many blocks share the normalisation of 64 rows of ``d`` channels: each holds its part whole."""
+    columns = d // COLS
+    few = math.gcd(8, columns)
+    return next(b for b in range(few, columns + 1) if columns % b == 0 and columns // b <= _MOST_CHUNKS)
 
 
 def finish(
@@ -109,42 +126,39 @@ def finish(
     q: jax.Array,
     scale: jax.Array,
     base: jax.Array,
-    d: int,
-    t: int,
+    hat: jax.Array,
+    gain: jax.Array,
+    n: int,
     iters: int,
     eps: float,
     rms_eps: float,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """pre ``[T, N]``, post ``[T, N]``, comb ``[T, N, N]`` in float32.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """pre ``[T, N]``, post ``[T, N]``, comb ``[T, N * N]`` in float32, and x ``[T, D]``.
 
-    p, q: what `kernels_pallas.mega_mhc.update.update` returns; scale ``[3]``, base ``[N (N + 2)]``.
+    p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``.
     """
     f32 = jnp.float32
-    m = p.shape[2]
-    n = next(n for n in range(1, m) if n * (n + 2) == m)
-    # Enough blocks for every SM, and no fewer tokens than give each thread one number of a split's part.
-    tokens = 16 if t <= 2048 else 32 if t <= 4096 else 64
+    t, d = hat.shape
+    blocks = normalisers(d)
+    chunks = d // COLS // blocks
+    transforms = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+    widths = (n, n, n * n)
 
     def mega_mhc_finish(*refs):
         pl.run_scoped(
-            lambda *scoped: _kernel(refs, scoped, tokens=tokens, n=n, d=d, iters=iters, eps=eps, rms_eps=rms_eps),
-            plgpu.SMEM((GROUPS, tokens, m), f32),
-            plgpu.SMEM((GROUPS, LANES), f32),
-            plgpu.SMEM((LANES, m), f32),
-            (plgpu.SMEM((LANES, n), f32), plgpu.SMEM((LANES, n), f32), plgpu.SMEM((n, LANES, n), f32)),
-            plgpu.Barrier(num_arrivals=GROUPS),
-            collective_axes="wg",
+            lambda *scoped: _kernel(refs, scoped, n=n, blocks=blocks, iters=iters, eps=eps, rms_eps=rms_eps),
+            plgpu.SMEM((ROWS, p.shape[2]), f32),
+            tuple(plgpu.SMEM((ROWS, width), f32) for width in widths),
+            plgpu.SMEM((chunks, ROWS, COLS), jnp.bfloat16, transforms=transforms),
+            plgpu.Barrier(num_barriers=chunks),
         )
 
-    pre, post, comb = plgpu.kernel(
+    return plgpu.kernel(
         mega_mhc_finish,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, f32) for shape in ((t, n), (t, n), (t, n, n))),
-        grid=(pl.cdiv(t, tokens),),
+        out_type=(*(jax.ShapeDtypeStruct((t, width), f32) for width in widths), jax.ShapeDtypeStruct(hat.shape, hat.dtype)),
+        grid=(pl.cdiv(t, ROWS) * (blocks + 1),),
         grid_names=("block",),
-        num_threads=GROUPS,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(p, q, scale, base)
-    return pre, post, comb
+    )(p, q, scale, base, hat, gain)

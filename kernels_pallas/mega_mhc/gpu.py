@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.mega_mhc.finish import finish
 from kernels_pallas.mega_mhc.reference import high_and_low, unrolled
-from kernels_pallas.mega_mhc.update import COLS, ROWS, Tile, update
+from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS, SHARED_BYTES, Tile, update
 
-CTAS = 132  # every CTA of a launch must be resident: those that share a tile of tokens wait for each other
+SMS = 132
 STREAMS = 4  # a row of N float32 must be whole 16 bytes, and N (N + 2) weight rows whole blocks of 8
 
 
@@ -38,22 +39,20 @@ def refusal(
         return f"y is {y.dtype} and the streams are {streams.dtype}, allowed is bfloat16"
     if streams.shape[0] == 0:
         return "there are no tokens"
-    return None if tile is not None or choose(streams.shape[0], d) else f"no tiling for {d} channels"
+    needed = (choose(streams.shape[0], d) if tile is None else tile).shared_bytes(n)
+    return f"the tile takes {needed} bytes of shared memory, allowed are {SHARED_BYTES}" if needed > SHARED_BYTES else None
 
 
-def choose(tokens: int, d: int) -> Tile | None:
+def choose(tokens: int, d: int) -> Tile:
     """Tile sizes for ``[tokens, d]``."""
     tiles, columns = -(-tokens // ROWS), d // COLS
-    divisors = [s for s in range(1, min(columns, 128) + 1) if columns % s == 0]
-    # Few tokens: as many CTAs as there are SMs. Many: no more than hold a tile's collapsed rows, as a CTA with more columns
-    # of them has fewer partial sums to write.
-    fitting = [s for s in divisors if columns // s <= 10]
-    if not fitting:
-        return None
-    splits = next((s for s in reversed(fitting) if s * tiles <= CTAS), fitting[0])
+    # A CTA's second chunk arrives while it works on its first, and `finish` adds up every split's part.
+    allowed = [s for s in range(1, 41) if columns % s == 0 and (s == 1 or columns // s >= 2)]
+    # As many CTAs as there are SMs; of more tokens than that two CTAs a tile, or as few above as divide the columns.
+    splits = next((s for s in reversed(allowed) if s * tiles <= SMS), allowed[0])
+    splits = max(splits, next((s for s in allowed if s > 1 and s <= 4), 1))
     chunks = columns // splits
-    slots = min(3, max(2, chunks)) if chunks > 5 else min(4, max(1, chunks))
-    return Tile(splits, COLS, slots, 3, min(tiles, CTAS // splits), chunks + 3)
+    return Tile(splits, min(4, chunks), min(6 if chunks > 4 else 8, STREAMS * chunks))
 
 
 def forward(
@@ -72,11 +71,20 @@ def forward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """`run` without its gradient."""
-    t, _, d = streams.shape
+    t, n, d = streams.shape
+    f32 = jnp.float32
     tile = choose(t, d) if tile is None else tile
-    assert tile is not None
-    new, x, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), gain.astype(jnp.float32), tile, rms_eps, interpret)
-    return new, x, *finish(p, q, hc.scale, hc.base, d, t, iters, eps, rms_eps, interpret)
+
+    def whole(a: jax.Array) -> jax.Array:
+        """With as many tokens as TMA takes."""
+        return jnp.pad(a, ((0, -t % ROW_GROUP), *((0, 0) for _ in a.shape[1:])))
+
+    y, streams, post, comb, pre = (whole(a) for a in (y, streams, post, comb, pre))
+    new, hat, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), tile, interpret)
+    scale = hc.scale.astype(f32)[np.repeat(np.arange(3), (n, n, n * n))]
+    predictor = (scale, hc.base.astype(f32))
+    own_pre, own_post, own_comb, x = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, interpret)
+    return new[:t], x[:t], own_pre[:t], own_post[:t], own_comb[:t].reshape(t, n, n)
 
 
 def run(
