@@ -16,3 +16,18 @@ def gpu_races() -> bool:
 
     state = interpret_pallas_call.get_races()
     return bool(state.races_found)
+
+
+def tpu_interpreter() -> Any:
+    """Pallas' interpreter of Mosaic TPU kernels on CPU, which also looks for races between copies and arithmetic."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.InterpretParams(detect_races=True)
+
+
+def tpu_races() -> bool:
+    """Whether the interpreter has seen a race in the last kernel that it ran."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    state = interpret_pallas_call.races
+    return bool(state and state.races_found)

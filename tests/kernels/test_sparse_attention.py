@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 
 from dsv41.quant import MAIN_KV, WINDOW_KV, row_values
-from kernels_pallas.interpret import gpu_interpreter, gpu_races
+from kernels_pallas.interpret import gpu_interpreter, gpu_races, tpu_interpreter, tpu_races
 from kernels_pallas.registry import Refused, choose
-from kernels_pallas.sparse_attention import cases, gpu, reference
+from kernels_pallas.sparse_attention import cases, gpu, reference, tpu
 from kernels_pallas.sparse_attention.api import merge, sparse_attention
 from kernels_pallas.sparse_attention.cases import Case
+
+# The TPU kernel takes no 64 channels, and most small cases have one tile of each list.
+TPU_CASES = {
+    **{name: case for name, case in cases.SMALL.items() if tpu.refusal(*cases.abstract(case)) is None},
+    "window only": Case(2, heads=4, width=128, topk=0, window=32, slots=1, rows=60, dtype="float32", empty=0.2),
+    "several tiles of entries only": Case(2, heads=4, width=256, topk=260, window=0, slots=400, rows=1, empty=0.2),
+    "several tiles of both": Case(1, heads=4, width=384, topk=130, window=140, slots=300, rows=200, dtype="float32", empty=0.1),
+}
 
 
 def exact(args: tuple) -> tuple[np.ndarray, np.ndarray]:
@@ -69,6 +77,43 @@ def test_gpu_kernel_interpreted(name):
     assert not gpu_races()
 
 
+@pytest.mark.parametrize("name", TPU_CASES)
+def test_tpu_kernel_interpreted(name):
+    """Rows that no id names hold NaN; the interpreter watches for races between copies and arithmetic. float32 queries
+    leave nothing to round but sums, so they also show that every stored value is read exactly."""
+    case = TPU_CASES[name]
+    args = cases.arguments(case, poison=True)
+    got = jax.jit(partial(tpu.run, interpret=tpu_interpreter()))(*args)
+    check(jax.block_until_ready(got), args, 6e-3 if case.dtype == "bfloat16" else 5e-6)
+    assert not tpu_races()
+
+
+def test_tpu_tiles_without_keys():
+    """A tile that names nothing, before and after those that do, and a query that names nothing between others."""
+    case = Case(3, heads=4, width=128, topk=260, window=16, slots=300, rows=40, dtype="float32")
+    q, entries, entry_ids, window, window_ids, sink = cases.arguments(case)
+    entry_ids = entry_ids.at[0, :250].set(-1).at[1].set(-1).at[2, 9:].set(-1)
+    window_ids = window_ids.at[1:].set(-1)
+    args = q, entries, entry_ids, window, window_ids, sink
+    check(jax.jit(partial(tpu.run, interpret=tpu_interpreter()))(*args), args, 5e-6)
+    assert not tpu_races()
+
+
+def test_tpu_reads_every_code_exactly():
+    """All E2M1 and E4M3 codes, NaN's two aside: a query of one key returns its row."""
+    codes = jnp.arange(256, dtype=jnp.int32).reshape(2, 128).astype(jnp.uint8)
+    codes = jnp.where((codes & 0x7F) == 0x7F, 0, codes)
+    window = jnp.concatenate([codes, jnp.array([[127, 100, 140, 1]] * 2, jnp.uint8)], axis=1)
+    scales = jnp.arange(120, dtype=jnp.int32).reshape(15, 8).astype(jnp.uint8)  # subnormal scales too
+    nibbles = jnp.tile(jnp.arange(64, dtype=jnp.int32).astype(jnp.uint8) * 37, (15, 1))
+    entries = jnp.concatenate([nibbles, scales], axis=1)
+    ids = jnp.full((17, 2), -1).at[jnp.arange(17), jnp.r_[jnp.zeros(15, int), 1, 1]].set(jnp.r_[jnp.arange(15), 0, 1])
+    q = jnp.zeros((17, 8, 128), jnp.float32)
+    got, _ = tpu.run(q, entries, ids[:, :1], window, ids[:, 1:], None, interpret=tpu_interpreter())
+    want = jnp.concatenate([row_values(entries, MAIN_KV, jnp.float32), row_values(window, WINDOW_KV, jnp.float32)])
+    chex.assert_trees_all_equal(got, jnp.broadcast_to(want[:, None], got.shape))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_gpu_parts_merge(parts):
     """However many CTAs share a query, and whether or not its tiles divide by them."""
@@ -107,6 +152,14 @@ def test_real_shapes_lower_for_hopper(name):
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.parametrize("name", cases.REAL)
+def test_real_shapes_lower_for_tpu(name):
+    args = cases.abstract(cases.REAL[name])
+    assert choose("sparse_attention", "auto", *args, backend="tpu").impl == "tpu"
+    lowered = jax.jit(tpu.run).trace(*args).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -125,10 +178,31 @@ def test_what_the_kernel_refuses(change, reason):
         choose("sparse_attention", "gpu", *cases.abstract(case), backend="gpu")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"width": 64}, "64 channels"),
+        ({"width": 640}, "640 channels"),
+        ({"dtype": "float16"}, "q is float16"),
+        ({"heads": 257}, "257 heads"),
+        ({"queries": 0}, "no queries"),
+        ({"topk": 0, "window": 0}, "no keys"),
+    ],
+)
+def test_what_the_tpu_kernel_refuses(change, reason):
+    case = Case(**{"queries": 2, "heads": 4, "width": 128, "topk": 64, "window": 64, "slots": 99, "rows": 99, **change})
+    choice = choose("sparse_attention", "auto", *cases.abstract(case), backend="tpu")
+    assert choice.impl == "reference" and reason in choice.refusals["tpu"]
+    with pytest.raises(Refused, match=reason):
+        choose("sparse_attention", "tpu", *cases.abstract(case), backend="tpu")
+
+
 def test_float_rows_are_refused_by_name():
     q, _, ids, window, window_ids, sink = cases.abstract(cases.SMALL["toy"])
     values = jax.ShapeDtypeStruct((77, 64), jnp.float32)
     assert gpu.refusal(q, values, ids, window, window_ids, sink) == "entries are float32, allowed is the packed form"
+    q, _, ids, window, window_ids, sink = cases.abstract(cases.SMALL["no sink"])
+    assert tpu.refusal(q, values, ids, window, window_ids, sink) == "entries are float32, allowed is the packed form"
 
 
 def test_auto_on_this_machine_is_the_reference():
