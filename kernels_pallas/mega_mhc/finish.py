@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS
+from kernels_pallas.mosaic import store
 
 _MOST_CHUNKS = 24  # 64 x 64 bfloat16 each, beside 12 KiB of coefficients in 227 KiB of shared memory
 _ROW = plgpu.Layout.WGMMA
@@ -73,12 +74,12 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
         plgpu.commit_smem()
         column = [plgpu.load(mixes.at[:, j], layout=_ROW.reduce(1), optimized=False) for j in range(2 * n + n * n)]
         for k in range(n):
-            outs[0][:, k] = _sigmoid(column[k]) + eps
-            outs[1][:, k] = 2.0 * _sigmoid(column[n + k])
+            store(outs[0].at[:, k], _sigmoid(column[k]) + eps)
+            store(outs[1].at[:, k], 2.0 * _sigmoid(column[n + k]))
         comb = _sinkhorn([column[2 * n + j * n : 2 * n + (j + 1) * n] for j in range(n)], iters, eps)
         for j in range(n):
             for k in range(n):
-                outs[2][:, j * n + k] = comb[j][k]
+                store(outs[2].at[:, j * n + k], comb[j][k])
         plgpu.commit_smem()
         for source, target in zip(outs, (pre_gmem, post_gmem, comb_gmem), strict=True):
             plgpu.copy_smem_to_gmem(source, target.at[token])

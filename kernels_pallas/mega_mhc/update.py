@@ -10,6 +10,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.mosaic import store
+
 ROWS, COLS = 64, 64  # the rows of one wgmma, the columns of one swizzled 128-byte row
 ROW_GROUP = 8  # rows that a swizzle's pattern takes: an array in device memory has whole groups of them
 MIXERS = 2
@@ -152,8 +154,8 @@ def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int) -> None:
             square, square_hat = lax.fori_loop(0, chunks, one_chunk, (zero, zero))
             plgpu.barrier_arrive(c_free.at[parity])
             token = pl.ds(first_row(it) + w * _OWN, _OWN)
-            q_gmem[0, split, token] = square
-            q_gmem[1, split, token] = square_hat
+            store(q_gmem.at[0, split, token], square)
+            store(q_gmem.at[1, split, token], square_hat)
 
         lax.fori_loop(0, own_tiles, one_tile, None)
 
@@ -196,7 +198,7 @@ def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int) -> None:
                 return acc[...]
 
             acc = pl.run_scoped(project, plgpu.ACC((ROWS, 2 * m), jnp.float32))
-            p_gmem[split, pl.ds(row, ROWS)] = acc[:, :m] + acc[:, m:]
+            store(p_gmem.at[split, pl.ds(row, ROWS)], acc[:, :m] + acc[:, m:])
 
         lax.fori_loop(0, own_tiles, one_tile, None)
         plgpu.wait_smem_to_gmem(0)

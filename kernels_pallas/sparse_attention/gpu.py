@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsv41.quant import MAIN_KV, WINDOW_KV
+from kernels_pallas.mosaic import store
 from kernels_pallas.sparse_attention import producer
 from kernels_pallas.sparse_attention.producer import HEADS, ID_SLOTS, SLOT_BYTES, TILED, Interpreted, Native, Refs, ring_depth
 from kernels_pallas.sparse_attention.reference import merge_parts
@@ -275,7 +276,7 @@ def _kernel(
                 some = total > 0
                 last = jnp.where(some, jnp.exp2(top - high) / jnp.where(some, whole, 1.0), 0.0)
                 lse = jnp.where(some, (top + jnp.log2(jnp.where(some, total, 1.0))) / to_log2, -jnp.inf)
-                lse_ref[query, part, pl.ds(block * HEADS, HEADS)] = lse
+                store(lse_ref.at[query, part, pl.ds(block * HEADS, HEADS)], lse)
                 pl.when(stage >= STAGES)(lambda: plgpu.barrier_wait(p_empty.at[out]))
                 factor_smem[out] = last
                 producer.publish(interpret is None, together=False)
@@ -317,7 +318,7 @@ def _kernel(
                 plgpu.barrier_arrive(p_empty.at[out])
                 for acc, cut in zip(accs, columns, strict=True):
                     at = pl.ds(side * half + cut.start, cut.size)
-                    out_ref[query, part, pl.ds(block * HEADS, HEADS), at] = acc.astype(out_dtype)
+                    store(out_ref.at[query, part, pl.ds(block * HEADS, HEADS), at], acc.astype(out_dtype))
                 return 0
 
             lax.fori_loop(0, turns, item, 0)
