@@ -157,6 +157,8 @@ def explain(words: Sequence[str]) -> None:
         if name not in kinds:
             raise UserError(f"{op}: found {word!r}, allowed is one of {', '.join(kinds)} and = and a value{nearest(name, kinds)}")
         try:
+            if kinds[name] in (int, float) and kinds[name](value) < 0:
+                raise ValueError
             case = replace(case, **{name: kinds[name](value) if kinds[name] is not bool else value.lower() == "true"})
             cases.abstract(case)
         except (TypeError, ValueError):
@@ -175,6 +177,8 @@ def run(ops: Sequence[str], out: Path | None) -> None:
     ops = _named(ops) or list(registry.OPS)
     if jax.default_backend() != "gpu":
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: times of interpreted kernels say nothing")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"out: found {str(out)!r}, allowed is a file in a folder that exists")
     clock = Clock()
     device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
     device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
@@ -190,4 +194,4 @@ def run(ops: Sequence[str], out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[2:], Path(sys.argv[1]))
+    run(sys.argv[2:], Path(sys.argv[1]) if sys.argv[1:] else None)

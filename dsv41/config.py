@@ -5,6 +5,7 @@ Field names are the released ones. Facts the release leaves at a default are wri
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -184,7 +185,7 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
     options = get_args(kind)
     if options:  # `X | None`
         return None if value is None else _coerce(name, options[0], value)
-    if kind is float and (_is_int(value) or isinstance(value, float)) and math.isfinite(value):
+    if kind is float and (_is_int(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max:
         return value
     if (kind is int and _is_int(value)) or (kind in (bool, str) and isinstance(value, kind)):
         return value
@@ -281,7 +282,7 @@ def load_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"config: no file {str(file)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: cannot read {str(file)!r}: {cause(error)}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError of its own
         raise ConfigError(f"config: {str(file)!r} is not JSON: {error}") from None
     try:
         return from_released(data)

@@ -75,7 +75,7 @@ def test_impossible_configs_are_named_in_one_line(change, says):
 
 
 def test_files_that_are_no_config(tmp_path):
-    for text in ("{", "[]", "{}", '{"text_config": 3}', "\xff"):
+    for text in ("{", "[]", "{}", '{"text_config": 3}', "\xff", '{"a": 1' + "0" * 5000 + "}"):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ConfigError, match=r"config"):
             load_config(tmp_path)
@@ -86,7 +86,7 @@ def test_files_that_are_no_config(tmp_path):
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.just(10**400) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )

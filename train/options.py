@@ -17,6 +17,8 @@ from train.data import check_stream
 from train.packing import check_length
 from train.step import init_state
 
+MOST_STEPS = 2**31 - 1  # steps are counted in int32
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -46,8 +48,10 @@ def check_options(options: TrainOptions) -> ModelConfig:
             raise UserError(f"{name}: found {value}, allowed is {low} or more; nearest is {low}")
     if not (math.isfinite(options.lr) and options.lr > 0):
         raise UserError(f"lr: found {options.lr}, allowed is a finite number above 0")
-    if options.max_seconds is not None and not options.max_seconds > 0:
-        raise UserError(f"max_seconds: found {options.max_seconds}, allowed is a number above 0")
+    if options.max_seconds is not None and not 0 < options.max_seconds < math.inf:
+        raise UserError(f"max_seconds: found {options.max_seconds}, allowed is a finite number above 0")
+    if options.steps > MOST_STEPS:
+        raise UserError(f"steps: found {options.steps}, allowed are at most {MOST_STEPS}")
     if options.steps == 0 and options.max_seconds is None:
         raise UserError("steps: found 0 without max_seconds, allowed is 1 or more; nearest is 1")
     check_stream(options.batch_size, options.seed)

@@ -24,6 +24,7 @@ def test_explain_says_what_runs_where_and_why(capsys):
         (["explain"], "op: found none, allowed are"),
         (["explain", "sparse_atention"], "did you mean 'sparse_attention'?"),
         (["explain", "sparse_attention", "quaries=1"], "did you mean 'queries'?"),
+        (["explain", "sparse_attention", "queries=-1"], "queries: found '-1', allowed is a value like 1"),
         (["explain", "sparse_attention", "heads=many"], "heads: found 'many', allowed is a value like 64"),
         (["kernels", "sparse"], "op: found 'sparse', allowed are"),
         (["kernels"], "backend: found cpu, allowed is gpu"),

@@ -35,6 +35,8 @@ from train.tokenizer import train_tokenizer
         (("--accumulate", "0"), "--accumulate: found 0, allowed is a divisor of the 4 rows of a batch; nearest is 1"),
         (("--checkpoint-every", "0"), "--checkpoint-every: found 0"),
         (("--max-seconds", "nan"), "--max-seconds: found nan"),
+        (("--steps", "0", "--max-seconds", "inf"), "--max-seconds: found inf, allowed is a finite number above 0"),
+        (("--steps", str(10**30)), f"--steps: found {10**30}, allowed are at most"),
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
         (("--data", "stdlib", "/dev/null"), "--data: found a device"),
