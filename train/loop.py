@@ -126,10 +126,12 @@ def _device_batch(batch: Batch) -> Batch:
 def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
 
-    Raises `UserError` for options that cannot be used, or are not those of that run; the data are not read.
+    Raises `UserError` for options that cannot be used, or are not those of that run, and, as a resume would, for a newest
+    checkpoint that is damaged; the data are not read.
     """
     config = check_options(options)
-    step = Checkpoints(options.out / CHECKPOINTS, options.keep).latest()
+    checkpoints = Checkpoints(options.out / CHECKPOINTS, options.keep)
+    step = checkpoints.latest()
     if step is None:
         return None
     run = read_run(options.out)
@@ -137,7 +139,10 @@ def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     total = options.steps or run.total
     score = next((found for found in run.scores if found.step == step), None)
     left = not total or step < total or (options.evaluate and score is None)
-    return None if left else (step, score)
+    if left:
+        return None
+    checkpoints.check(step)
+    return step, score
 
 
 def train(options: TrainOptions) -> TrainResult:

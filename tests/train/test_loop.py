@@ -164,6 +164,25 @@ def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, wh
     assert loop.finished(replace(options, out=options.out / "none")) is None
 
 
+@pytest.mark.parametrize("harm", ["a byte", "an empty folder"])
+def test_a_finished_run_with_a_damaged_newest_checkpoint_ends_as_a_resume_of_it_does(options, whole, tmp_path, harm):
+    run = replace(options, out=tmp_path / "run", evaluate=False)
+    shutil.copytree(options.out, run.out)
+    if harm == "a byte":
+        file = max((run.out / "checkpoints" / "10").rglob("d/*"), key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        (run.out / "checkpoints" / "99").mkdir()
+    said = []
+    for end in (loop.finished, train):
+        with pytest.raises(UserError, match=r"^checkpoint ") as error:
+            end(run)
+        said.append(str(error.value))
+    assert said[0] == said[1] and ("10' is damaged" if harm == "a byte" else "99': cannot read checkpoint.json") in said[0]
+
+
 @pytest.mark.parametrize("line", ["3", "[]", '{"step": 3}', '{"step": "3", "ce": 1.0, "loss": 1.0}', '{"st', "\xff"])
 def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
     good = [{"step": n, "ce": 1.0, "loss": float("nan")} for n in (1, 2)]
