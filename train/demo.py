@@ -1,6 +1,7 @@
 """`dsv41 demo`: trains the toy model for a while, restores it in a new process, lets it write code, reports."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,19 +48,11 @@ def _prompts(documents: list[Document]) -> list[str]:
 
 def _generate(run: Path, prompts: list[str]) -> list[dict]:
     """Continuations, as one batch, by a new process, which sees nothing but the run's folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "dsv41.cli",
-        "generate",
-        "--checkpoint",
-        str(run),
-        "--json",
-        "--max-new-tokens",
-        str(_NEW_TOKENS),
-    ]
-    command += ["--temperature", "0.5", "--prompt", *prompts]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # -P and this process's own path: a file in the current folder must not stand in for one of these packages.
+    command = [sys.executable, "-P", "-m", "dsv41.cli", "generate", "--checkpoint", str(run), "--json"]
+    command += ["--max-new-tokens", str(_NEW_TOKENS), "--temperature", "0.5", "--prompt", *prompts]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise UserError(f"demo: generate ended with exit code {done.returncode}: {last[0]}")
