@@ -124,6 +124,8 @@ class Verify:
     """Also write the results to this file."""
     skip: tuple[str, ...] = ()
     """Names or patterns of files to leave out, as fp32_len7 or 'quant_*'."""
+    all: bool = False
+    """Print every row, not only the failed and skipped ones."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ def _generate(args: Generate) -> int:
 def _verify(args: Verify) -> int:
     from dsv41.verify import run
 
-    return run(list(args.paths), args.json, list(args.skip))
+    return run(list(args.paths), args.json, list(args.skip), args.all)
 
 
 def _convert(args: Convert) -> int:
