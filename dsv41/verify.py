@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError, cause, nearest
+from dsv41.files import read_json
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.safetensors import open_safetensors
@@ -170,14 +171,6 @@ def read_tensors(file: Path) -> Tensors:
         raise UserError(f"{file}: cannot be read: {cause(error)}") from None
 
 
-def read_json(file: Path) -> Any:
-    """A JSON file; `UserError` when it cannot be read."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {cause(error)}") from None
-
-
 @partial(jax.jit, static_argnames=("config", "policy"))
 def _taps(params: TextParams, config: ModelConfig, policy: Policy, ids: jax.Array, token_map: jax.Array) -> Taps:
     taps: Taps = {}
@@ -289,7 +282,7 @@ def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:
         if config.engram_layer_ids:
             raise UserError(f"{folder}: no {TOKEN_MAP}, which the Engram layers need")
         return np.zeros(config.vocab_size, np.int32)
-    values = read_json(file)
+    values = read_json(file, 16 << 20)  # an id for each token: of the release about a megabyte
     classes = config.engram_compressed_vocab_size
     whole = isinstance(values, list) and all(type(v) is int and 0 <= v < classes for v in values)
     if not whole or len(values) != config.vocab_size:

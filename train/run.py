@@ -10,6 +10,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, from_released, replace, to_released
 from dsv41.errors import UserError
+from dsv41.files import read_json
 from train.curve import Score
 from train.data import Prepared
 from train.options import TrainOptions
@@ -53,11 +54,11 @@ def write_run(out: Path, run: Run) -> None:
 
 def read_run(out: Path) -> Run:
     """Reads a folder's run; raises `UserError` where there is none, or a damaged one."""
+    if not (out / NAME).exists():
+        raise UserError(f"out: {str(out)!r} holds checkpoints but no {NAME}, allowed is a new folder")
     try:
-        values = json.loads((out / NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"out: {str(out)!r} holds checkpoints but no {NAME}, allowed is a new folder") from None
-    except (OSError, ValueError, RecursionError):
+        values = read_json(out / NAME)
+    except UserError:
         values = None
     if not _is_run(values):
         raise UserError(f"out: {str(out / NAME)!r} is damaged, allowed is a new folder")

@@ -39,6 +39,7 @@ from train.tokenizer import train_tokenizer
         (("--steps", str(10**30)), f"--steps: found {10**30}, allowed are at most"),
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
+        (("--data", "stdlib", ""), "--data: found '', allowed are 'stdlib', text files and folders"),
         (("--data", "stdlib", "/dev/null"), "--data: found a device"),
         (("--preset", "flash"), "--preset: found a model that does not fit: .* GB here hold; nearest is --preset toy"),
     ],
