@@ -188,11 +188,11 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         write_run(out, Run(facts, total))
 
     policy = Policy()
-    eval_step = make_eval_step(config, policy, fold)
+    eval_step, part = make_eval_step(config, policy, fold), options.batch_size // options.accumulate
     if options.evaluate and not resumed:
         report.phase("scoring held-out text before training")
         some = Packed(*(a[:_FIRST_SCORE_ROWS] for a in prepared.heldout))
-        scores.append(score(eval_step, state, some, options.batch_size, prepared.token_bytes))
+        scores.append(score(eval_step, state, some, part, prepared.token_bytes))
         write_run(out, Run(facts, total, tuple(scores)))
 
     report.phase("compiling the training step")
@@ -249,7 +249,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     if options.evaluate and not received:
         report.phase("scoring held-out text")
         scores = [found for found in scores if found.step < done]
-        scores.append(score(eval_step, state, prepared.heldout, options.batch_size, prepared.token_bytes))
+        scores.append(score(eval_step, state, prepared.heldout, part, prepared.token_bytes))
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))

@@ -36,7 +36,18 @@ from train.tokenizer import train_tokenizer
         (("--checkpoint-every", "0"), "--checkpoint-every: found 0"),
         (("--max-seconds", "nan"), "--max-seconds: found nan"),
         (("--steps", "0", "--max-seconds", "inf"), "--max-seconds: found inf, allowed is a finite number above 0"),
-        (("--steps", str(10**30)), f"--steps: found {10**30}, allowed are at most"),
+        (("--steps", "-1"), "--steps: found -1 without --max-seconds, allowed is 1 or more; nearest is 1\n"),
+        (("--steps", "-1", "--max-seconds", "9"), "--steps: found -1, allowed is 0 to 2147483647; nearest is 0\n"),
+        (("--steps", str(10**30)), f"--steps: found {10**30}, allowed is 0 to 2147483647; nearest is 2147483647\n"),
+        (("--batch-size", str(10**400)), r"--batch-size: found 10+, allowed is 1 to 2147483647; nearest is"),
+        (("--batch-size", str(2**31 - 1), "--accumulate", "2"), "--accumulate: found 2, allowed .*; nearest is 1\n"),
+        (
+            ("--batch-size", "1000000"),
+            r"--batch-size: found 1000000, which does not fit: a step's batch, logits and index scores take 4,198\.4 GB or more"
+            r" beside the model's 0\.1 GB, allowed is what the [\d.]+ GB here hold; nearest is \d+\n",
+        ),
+        (("--batch-size", "1000000000", "--accumulate", "1000000000"), "--batch-size: found 1000000000, which does not fit"),
+        (("--length", "160000000"), r"--length: found 160000000, which does not fit: .* GB here hold; nearest is \d+\n"),
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
         (("--data", "stdlib", ""), "--data: found '', allowed are 'stdlib', text files and folders"),
@@ -72,6 +83,24 @@ def test_a_model_that_just_fits_is_taken(monkeypatch):
     monkeypatch.setattr(options, "memory", lambda: 10**7)
     with pytest.raises(UserError, match=r"preset: .* take 0\.1 GB, allowed is what the 0\.0 GB"):
         check_options(TrainOptions())
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_nearest_batch_and_length_are_the_largest_that_fit(monkeypatch, parts):
+    config, asked = preset("toy"), TrainOptions(batch_size=10**6, accumulate=parts)
+    monkeypatch.setattr(options, "memory", lambda: 10**9)
+
+    def nearest(asked: TrainOptions) -> int:
+        with pytest.raises(UserError, match=r"nearest is (\d+)$") as error:
+            options._check_room(asked, config)
+        return int(str(error.value).split()[-1])
+
+    rows = nearest(asked)
+    options._check_room(replace(asked, batch_size=rows), config)
+    assert nearest(replace(asked, batch_size=rows + 1)) == rows
+    length = nearest(replace(asked, batch_size=1, length=16 * 10**6, accumulate=1))
+    options._check_room(replace(asked, batch_size=1, length=length, accumulate=1), config)
+    assert nearest(replace(asked, batch_size=1, length=length + 16, accumulate=1)) == length
 
 
 def test_a_config_that_the_text_is_too_short_for_is_one_line():
