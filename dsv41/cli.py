@@ -293,9 +293,12 @@ def _use_compilation_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         import jax
 
-        from train.tokenizer import cache_root
+        from dsv41.files import make_writable
+        from train.tokenizer import CACHE_ALLOWED, cache_root
 
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "jax"))
+        folder = cache_root() / "jax"
+        make_writable(folder, "cache", CACHE_ALLOWED)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _bench(args: Bench) -> int:

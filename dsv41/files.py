@@ -1,7 +1,9 @@
-"""Small files that users name: read whole, or refused in one line before anything can hang or fill the memory."""
+"""Files and folders that users name, refused in one line before anything can hang, fill the memory or be half-written."""
 
 import json
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,18 @@ def read_json(file: Path, most: int = SMALL) -> Any:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError of its own
         raise UserError(f"{str(file)!r} is not JSON: {error}") from None
+
+
+def make_writable(folder: Path, name: str = "out", allowed: str = "a folder that can be written") -> None:
+    """Proves that ``folder`` can be made and written, and leaves nothing behind; raises `UserError`, of ``name``, when not."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise UserError(f"{name}: cannot write {str(folder)!r} ({cause(error)}), allowed is {allowed}") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsv41.config import preset
 from dsv41.errors import UserError
+from dsv41.files import make_writable
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
 from infer.model import load_model
@@ -17,7 +18,7 @@ from train.corpus import Document
 from train.curve import plot_losses, running_mean
 from train.loop import TrainResult, train
 from train.ngram import bits_per_byte
-from train.options import TrainOptions, make_writable
+from train.options import TrainOptions
 from train.progress import Report
 
 _PROMPTS = 3

@@ -163,13 +163,13 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     latest = checkpoints.latest()
     if latest is not None:
         check_options_same(read_run(out), options, config)
-    report.phase("reading the text and packing its tokens")
+    report.phase("reading the text and packing its tokens", quiet=True)
     prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
     data = TrainData(prepared.train, options.batch_size, options.seed)
     config, fold = fit_vocabulary(config, prepared.tokenizer)
     facts = identity(options, config, prepared)
 
-    report.phase("drawing the initial weights")
+    report.phase("drawing the initial weights", quiet=True)
     state = init_state(config, options.seed)
     resumed, total = 0, options.steps
     scores: list[Score] = []
@@ -177,7 +177,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         run = read_run(out)
         check_same(run, facts, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-        report.phase(f"reading the checkpoint of step {latest}")
+        report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, abstract)
         resumed, total = int(state.step), total or run.total
         scores = [found for found in run.scores if found.step <= resumed]

@@ -2,9 +2,7 @@
 
 import math
 import os
-import tempfile
 from bisect import bisect_right
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import jax
 
 from dsv41.config import ModelConfig, load_config, preset
-from dsv41.errors import UserError, cause
+from dsv41.errors import UserError
+from dsv41.files import make_writable
 from dsv41.plan import layer_plans
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
@@ -107,18 +106,3 @@ def _check_room(options: TrainOptions, config: ModelConfig) -> None:
         f"{name}: found {getattr(options, name)}, which does not fit: a step's batch, logits and index scores take"
         f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {allowed}; nearest is {close}"
     )
-
-
-def make_writable(folder: Path) -> None:
-    """Proves that ``folder`` can be made and written, and leaves nothing behind; raises `UserError` when not."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise UserError(f"out: cannot write {str(folder)!r} ({cause(error)}), allowed is a folder that can be written") from error
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()

@@ -39,11 +39,14 @@ class Report:
         if self.console.is_terminal:
             self._progress.stop()
 
-    def phase(self, name: str) -> None:
-        """What is done from now on, without a known end."""
+    def phase(self, name: str, quiet: bool = False) -> None:
+        """What is done from now on, without a known end.
+
+        quiet: shown on a terminal alone, where the line goes away: input may yet be bad, and that is to be one line everywhere.
+        """
         self._stepping = False
         self._progress.reset(self._task, total=None, description=name)
-        if not self.console.is_terminal:
+        if not self.console.is_terminal and not quiet:
             self.console.print(name, highlight=False, markup=False)
 
     def step(self, done: int, total: int, loss: float, rate: float) -> None:
