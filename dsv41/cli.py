@@ -239,6 +239,7 @@ def _generate(args: Generate) -> int:
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
+    from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
 
@@ -247,17 +248,17 @@ def _generate(args: Generate) -> int:
     stream = len(texts) == 1 and not args.json
 
     def show(_: int, piece: str) -> None:
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
 
     if stream:
         generator.check(prompts, [sampling])
-        print(texts[0], end="", flush=True)
+        show(0, texts[0])
     found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
     for text, one in zip(texts, found, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **dataclasses.asdict(one)}))
         elif not stream:
-            print(f"{text}{one.text}\n---")
+            print(printable(f"{text}{one.text}\n---"))
     if args.json:
         print(json.dumps(dataclasses.asdict(speed)))
     else:

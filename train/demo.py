@@ -12,6 +12,7 @@ from dsv41.errors import UserError
 from dsv41.files import make_writable
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
+from dsv41.show import printable
 from infer.model import load_model
 from infer.speed import measure
 from train.corpus import Document
@@ -145,6 +146,6 @@ def demo(seconds: float, out: Path) -> int:
     ratio = speed["decode_batch_1"] / speed["plain_decode"]
     print(f"decode: {speed['decode_batch_1']:.0f} tokens/s through the cache, {ratio:.1f} times the path without one")
     for text in texts:
-        print(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}")
+        print(printable(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}"))
     print(f"report: {report}")
     return 0
