@@ -116,7 +116,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check a released checkpoint's folders against this implementation."""
+    """Check recorded tensors, or a released checkpoint's names and shapes, against this code."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
     """A released checkpoint, a model folder with recorded numbers, or a folder of such folders."""
@@ -130,10 +130,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train the toy model on the standard library, restore it in a new process and let it write code."""
+    """Train the toy on the standard library, restore it in a new process and let it write code."""
 
     seconds: float = 300.0
-    """Time for training."""
+    """Seconds until training ends, reading and compiling included; scoring, timing and generating come on top."""
     out: Path = Path("runs/demo")
     """Folder of the run and of report.md."""
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -203,6 +204,14 @@ def test_generated_controls_do_not_reach_a_terminal(capsys, monkeypatch, tmp_pat
     assert all(text in shown for text in (r"\x00", r"\x0d", r"\x7f", r"\x9b", r"\u202e", r"\u2069中z", "\u200b"))
     # Nothing is lost or moved.
     assert re.sub(r"\\x(..)|\\u(....)", lambda found: chr(int(found[1] or found[2], 16)), shown) == raw
+
+
+def test_the_readme_says_of_a_command_what_its_help_says():
+    lines = re.findall(r"^dsv41 (\w+) .*?# (.+)$", (Path(__file__).parents[1] / "README.md").read_text(), re.MULTILINE)
+    said = {name: text for name, text in lines if name != "bench"}  # of whose two uses each has a line of its own
+    assert {"plan", "verify", "convert", "demo"} <= set(said)
+    for name, text in said.items():
+        assert f"{text[0].upper()}{text[1:]}." == cli._COMMANDS[name][0].__doc__
 
 
 def test_train_arguments_are_the_options_of_the_loop():

@@ -32,6 +32,8 @@ from train.tokenizer import cache_root
 
 # Steps timed before the length of a run that is given by seconds is fixed.
 _TIMED_STEPS = 4
+# Fewer than these teach the model little.
+_FEW_STEPS = 50
 # Part of the seconds kept for checkpoints and the plot.
 _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
@@ -86,7 +88,9 @@ def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
     return records
 
 
-def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray) -> Score:
+def score(
+    step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray, report: Report
+) -> Score:
     """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
     nats = tokens = 0.0
     for start in range(0, len(packed.ids), batch_size):
@@ -96,6 +100,7 @@ def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, to
         batch = to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows)))
         found = step(state.params, batch)
         nats, tokens = nats + float(found[0]), tokens + float(found[1])
+        report.part(start + batch_size - short, len(packed.ids))
     return Score(int(state.step), nats, int(tokens), int(token_bytes[packed.ids].sum()))
 
 
@@ -192,7 +197,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     if options.evaluate and not resumed:
         report.phase("scoring held-out text before training")
         some = Packed(*(a[:_FIRST_SCORE_ROWS] for a in prepared.heldout))
-        scores.append(score(eval_step, state, some, part, prepared.token_bytes))
+        scores.append(score(eval_step, state, some, part, prepared.token_bytes, report))
         write_run(out, Run(facts, total, tuple(scores)))
 
     report.phase("compiling the training step")
@@ -240,6 +245,8 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                     total = done + max(int(left / (timed / done)), 1)
                     schedule = warmup_hold_cosine(total, options.lr)
                     write_run(out, Run(facts, total, tuple(scores)))
+                    if total < _FEW_STEPS:
+                        report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
             report.step(done, total, values["loss"], tokens / max(time.monotonic() - started, 1e-9))
             if done % options.checkpoint_every == 0:
                 save()
@@ -249,7 +256,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     if options.evaluate and not received:
         report.phase("scoring held-out text")
         scores = [found for found in scores if found.step < done]
-        scores.append(score(eval_step, state, prepared.heldout, part, prepared.token_bytes))
+        scores.append(score(eval_step, state, prepared.heldout, part, prepared.token_bytes, report))
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))

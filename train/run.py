@@ -33,7 +33,8 @@ def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) -> 
     digest = hashlib.sha256()
     for array in (*prepared.train, *prepared.heldout):
         digest.update(np.ascontiguousarray(array).tobytes())
-    return {"config": to_released(config), "data": digest.hexdigest(), **_plain(options)}
+    # The data ahead of the config, whose vocabulary is theirs.
+    return {"data": digest.hexdigest(), "config": to_released(config), **_plain(options)}
 
 
 def _plain(options: TrainOptions) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def check_same(run: Run, wanted: dict[str, Any], out: Path) -> None:
             continue
         say = f"found {value!r}, the run in {str(out)!r} has {old!r}"
         if name in ("config", "data"):
-            say = f"found another {name} than that of the run in {str(out)!r}"
+            say = f"found another {'text' if name == 'data' else name} than that of the run in {str(out)!r}"
         raise UserError(f"{name}: {say}; resume with the same, or name another folder to write")
 
 

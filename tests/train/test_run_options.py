@@ -198,7 +198,9 @@ def _shown(monkeypatch, terminal: bool) -> str:
             lambda: report.step(1, 0, 7.5, 900.4),
             lambda: report.step(2, 300, 7.25, 9000),
             lambda: report.step(300, 300, 3.0, 9000),
+            lambda: report.say("only 300 steps fit in 9 s here: " + 80 * "x"),
             lambda: report.phase("scoring held-out text"),
+            lambda: report.part(12, 40),
         ):
             call()
             report._progress.refresh()
@@ -208,13 +210,14 @@ def _shown(monkeypatch, terminal: bool) -> str:
 def test_a_terminal_shows_the_phase_and_a_loss_once_there_is_one(monkeypatch):
     shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", _shown(monkeypatch, True))]
     assert not any("nan" in line or "0/0" in line for line in shown)
-    assert max(map(len, shown)) <= 80
+    assert max(len(line) for line in shown if "only" not in line) <= 80
     assert any("reading the text" in line for line in shown)
     before, after = (next(n for n, line in enumerate(shown) if text in line) for text in ("compiling the", "loss 7.500"))
     assert before < after and not any("loss" in line for line in shown[:after])
     assert any("step 1  loss 7.500  900 tokens/s" in line for line in shown)
     assert any("step 2/300  loss 7.250  9,000 tokens/s" in line for line in shown)
     assert "loss" not in [line for line in shown if line.strip()][-1]
+    assert any("scoring held-out text  12/40" in line for line in shown)
 
 
 def test_elsewhere_every_phase_is_a_line_but_the_quiet_ones(monkeypatch):
@@ -222,5 +225,6 @@ def test_elsewhere_every_phase_is_a_line_but_the_quiet_ones(monkeypatch):
         "compiling the training step",
         "step 1  loss 7.500  900 tokens/s",
         "step 300/300  loss 3.000  9,000 tokens/s",
+        "only 300 steps fit in 9 s here: " + 80 * "x",
         "scoring held-out text",
     ]
