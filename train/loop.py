@@ -88,9 +88,7 @@ def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
     return records
 
 
-def score(
-    step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray, report: Report
-) -> Score:
+def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray, report: Report) -> Score:
     """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
     nats = tokens = 0.0
     for start in range(0, len(packed.ids), batch_size):
