@@ -104,5 +104,5 @@ def _check_room(options: TrainOptions, config: ModelConfig) -> None:
         name, close = "length", align * max(1, bisect_right(lengths, room - model, key=lambda n: _step_bytes(config, 1, n, 1)))
     raise UserError(
         f"{name}: found {getattr(options, name)}, which does not fit: a step's batch, logits and index scores take"
-        f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {allowed}; nearest is {close}"
+        f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {allowed}; nearest that may fit is {close}"
     )

@@ -45,10 +45,10 @@ from train.tokenizer import train_tokenizer
         (
             ("--batch-size", "1000000"),
             r"--batch-size: found 1000000, which does not fit: a step's batch, logits and index scores take 4,198\.4 GB or more"
-            r" beside the model's 0\.1 GB, allowed is what the [\d.]+ GB here hold; nearest is \d+\n",
+            r" beside the model's 0\.1 GB, allowed is what the [\d.]+ GB here hold; nearest that may fit is \d+\n",
         ),
         (("--batch-size", "1000000000", "--accumulate", "1000000000"), "--batch-size: found 1000000000, which does not fit"),
-        (("--length", "160000000"), r"--length: found 160000000, which does not fit: .* GB here hold; nearest is \d+\n"),
+        (("--length", "160000000"), r"--length: found 160000000, which does not fit: .*; nearest that may fit is \d+\n"),
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
         (("--data", "stdlib", ""), "--data: found '', allowed are 'stdlib', text files and folders"),
@@ -121,7 +121,7 @@ def test_the_nearest_batch_and_length_are_the_largest_that_fit(monkeypatch, part
     monkeypatch.setattr(options, "memory", lambda: 10**9)
 
     def nearest(asked: TrainOptions) -> int:
-        with pytest.raises(UserError, match=r"nearest is (\d+)$") as error:
+        with pytest.raises(UserError, match=r"nearest that may fit is \d+$") as error:
             options._check_room(asked, config)
         return int(str(error.value).split()[-1])
 
