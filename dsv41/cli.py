@@ -116,7 +116,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check a released checkpoint's folders against this implementation."""
+    """Check recorded tensors, or a released checkpoint's names and shapes, against this code."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
     """A released checkpoint, a model folder with recorded numbers, or a folder of such folders."""
@@ -124,14 +124,16 @@ class Verify:
     """Also write the results to this file."""
     skip: tuple[str, ...] = ()
     """Names or patterns of files to leave out, as fp32_len7 or 'quant_*'."""
+    all: bool = False
+    """Print every row, not only the failed and skipped ones."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train the toy model on the standard library, restore it in a new process and let it write code."""
+    """Train the toy on the standard library, restore it in a new process and let it write code."""
 
     seconds: float = 300.0
-    """Time for training."""
+    """Seconds until training ends, reading and compiling included; scoring, timing and generating come on top."""
     out: Path = Path("runs/demo")
     """Folder of the run and of report.md."""
 
@@ -237,6 +239,7 @@ def _generate(args: Generate) -> int:
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
+    from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
 
@@ -245,17 +248,17 @@ def _generate(args: Generate) -> int:
     stream = len(texts) == 1 and not args.json
 
     def show(_: int, piece: str) -> None:
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
 
     if stream:
         generator.check(prompts, [sampling])
-        print(texts[0], end="", flush=True)
+        show(0, texts[0])
     found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
     for text, one in zip(texts, found, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **dataclasses.asdict(one)}))
         elif not stream:
-            print(f"{text}{one.text}\n---")
+            print(printable(f"{text}{one.text}\n---"))
     if args.json:
         print(json.dumps(dataclasses.asdict(speed)))
     else:
@@ -268,7 +271,7 @@ def _generate(args: Generate) -> int:
 def _verify(args: Verify) -> int:
     from dsv41.verify import run
 
-    return run(list(args.paths), args.json, list(args.skip))
+    return run(list(args.paths), args.json, list(args.skip), args.all)
 
 
 def _convert(args: Convert) -> int:
@@ -291,9 +294,12 @@ def _use_compilation_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         import jax
 
-        from train.tokenizer import cache_root
+        from dsv41.files import make_writable
+        from train.tokenizer import CACHE_ALLOWED, cache_root
 
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "jax"))
+        folder = cache_root() / "jax"
+        make_writable(folder, "cache", CACHE_ALLOWED)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _bench(args: Bench) -> int:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from dsv41.errors import UserError, cause, nearest
+from dsv41.errors import UserError, nearest
+from dsv41.files import read_json
 from dsv41.hashing import MAX_PRIME, TableHash, table_hashes, table_primes
 
 
@@ -277,13 +278,9 @@ def load_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"config: no file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: cannot read {str(file)!r}: {cause(error)}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError of its own
-        raise ConfigError(f"config: {str(file)!r} is not JSON: {error}") from None
+        data = read_json(file)
+    except UserError as error:
+        raise ConfigError(f"config: {error}") from None
     try:
         return from_released(data)
     except ConfigError as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from dsv41.config import RopeScaling, preset, replace
 from dsv41.errors import UserError
+from dsv41.files import read_json
 from dsv41.hashing import hash_rows, lookback, table_hashes
 from dsv41.indexer import candidate_mask
 from dsv41.mhc import coefficients, collapse, expand
@@ -33,7 +34,7 @@ from dsv41.quant import (
 )
 from dsv41.rope import frequencies, rotate_heads
 from dsv41.tokenmap import fold_tokens
-from dsv41.verify import FP32_TOLERANCE, Row, Tensors, compare_floats, compare_ids, read_json, read_tensors
+from dsv41.verify import FP32_TOLERANCE, Row, Tensors, compare_floats, compare_ids, read_tensors
 
 ROPE_TOLERANCE = 1e-6
 _Check = Callable[[str, Tensors], Iterator[Row]]

@@ -17,7 +17,7 @@ import jax
 
 Impl = Literal["auto", "reference", "gpu", "tpu"]
 OPS = ("mega_mhc", "sparse_attention")
-_BACKENDS = {"gpu": "gpu", "tpu": "tpu"}  # kernel -> the backend that it is for
+_KERNELS = ("gpu", "tpu")  # each for the backend of its name
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +42,7 @@ def module(op: str, name: str) -> ModuleType:
 def _refusal(op: str, impl: str, backend: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
     if impl == "reference":
         return None
-    if backend != _BACKENDS[impl]:
+    if backend != impl:
         return f"the backend is {backend}"
     try:
         kernel = module(op, impl)
@@ -68,7 +68,7 @@ def choose(op: str, impl: Impl, *args: Any, backend: str | None = None, **kwargs
             raise Refused(f"{op}: impl: found {impl!r}, which cannot run: {reason}")
         return Choice(op, impl, {})
     refusals: dict[str, str] = {}
-    for name in _BACKENDS:
+    for name in _KERNELS:
         reason = _refusal(op, name, backend, args, kwargs)
         if reason is None:
             return Choice(op, name, refusals)
