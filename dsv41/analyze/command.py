@@ -53,8 +53,8 @@ def _own(config: ModelConfig, name: str, title: str) -> Subject:
 def _subjects(options: AnalyzeOptions) -> list[Subject]:
     if options.config is not None:
         if options.preset is not None:
-            raise UserError("config: found beside preset, allowed is one of them")
-        return [_own(load_config(options.config), str(options.config), options.config.name)]
+            raise UserError("config: found beside --preset, allowed is one of them")
+        return [_own(load_config(options.config), str(options.config), options.config.resolve().name)]
     return [subject(name) for name in ((options.preset,) if options.preset is not None else _COMPARED)]
 
 

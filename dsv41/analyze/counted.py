@@ -31,7 +31,7 @@ _PARTS = {
     "shared": "shared experts",
     "hc_attn": "mHC",
     "hc_ffn": "mHC",
-    "hc_head": "mHC",
+    "hc_head": "head",
     "attn": "attention projections",
     "head": "head",
 }

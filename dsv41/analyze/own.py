@@ -42,7 +42,7 @@ def _weights(c: ModelConfig) -> tuple[Weights, ...]:
     every = lambda p: True  # noqa: E731
     table = c.vocab_size * d
     predictor, last = n * d * n * (n + 2), 0 if c.hc_single_pass else n * d * n
-    mhc, norms = part("mHC", lambda p: 2 * predictor, "bf16"), part("gains, biases, sinks", vectors, chosen=(0, 1))
+    norms = part("gains, biases, sinks", vectors, chosen=(0, 1))
     columns = c.engram_columns * c.engram_head_dim
     rows = dict(zip(c.engram_layer_ids, c.engram_num_embeddings, strict=True))
     parts = (
@@ -56,10 +56,11 @@ def _weights(c: ModelConfig) -> tuple[Weights, ...]:
         # Stored in FP4 and multiplied by FP8 activations: the product runs at FP8's rate.
         part("routed experts", lambda p: expert * c.n_routed_experts, chosen=(c.num_experts_per_tok, c.n_routed_experts)),
         part("shared experts", lambda p: expert),
-        Weights("mHC", mhc.size + last, mhc.active + last, mhc.prefill, "bf16"),
+        part("mHC", lambda p: 2 * predictor, "bf16"),
         part("Engram tables", lambda p: rows.get(p.layer, 0) * c.engram_head_dim, chosen=(0, 1)),
         part("Engram projections", lambda p: 0 if p.engram is None else (n + 1) * d * columns),
-        Weights("head", table, table, 0 if decoder else table, "bf16"),
+        # With the V4 form's predictor of the final collapse, which runs where the head does.
+        Weights("head", table + last, table + last, 0 if decoder else table + last, "bf16"),
         Weights(norms.part, norms.size + d + (n + 1 if last else 0), 0, 0),
     )
     return tuple(w for w in parts if w.size)
