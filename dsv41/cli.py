@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, generate, verify, demo, convert, bench.
+"""The command line `dsv41`: plan, train, generate, verify, demo, convert, bench, analyze.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -36,6 +36,31 @@ class Bench:
     """mega_mhc or sparse_attention; after explain also, for example, queries=128 heads=64."""
     out: Path | None = None
     """Also write the times to this JSON file."""
+
+
+@dataclass(frozen=True)
+class Analyze:
+    """Cache bytes, FLOPs, prefill cost, parameters and memory: by formula and, of this code's models, counted.
+
+    Without --preset and --config, the release beside V4-Flash, V3.2 and V1 67B; with one, its parts.
+    """
+
+    what: tyro.conf.Positional[Literal["kv", "flops", "prefill", "params", "memory"]]
+    """kv: cache bytes of a token. flops: of a decoded token. prefill: of a prompt. params. memory: a request's cache."""
+    preset: str | None = None
+    """One model: flash, toy, v4-flash, v3.2 or v1."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    contexts: str | None = None
+    """Lengths in tokens, as 4k,64k,1m, or doublings, as 4k..1m; k is 1024."""
+    json: bool = False
+    """Print the rows as JSON."""
+    csv: Path | None = None
+    """Also write the rows to this CSV file."""
+    plot: Path | None = None
+    """Also draw them to this .png, .svg or .pdf file."""
+    theme: Literal["light", "dark"] = "light"
+    """Which pages the picture is for."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +337,13 @@ def _bench(args: Bench) -> int:
     return 0
 
 
+def _analyze(args: Analyze) -> int:
+    _use_compilation_cache()
+    from dsv41.analyze.command import AnalyzeOptions, analyze
+
+    return analyze(AnalyzeOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+
+
 _COMMANDS = {
     "plan": (Plan, _plan),
     "train": (Train, _train),
@@ -320,6 +352,7 @@ _COMMANDS = {
     "demo": (Demo, _demo),
     "convert": (Convert, _convert),
     "bench": (Bench, _bench),
+    "analyze": (Analyze, _analyze),
 }
 
 

@@ -28,7 +28,8 @@ class Shared:
     """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
-    ``[B, S, KI]``: values, or the bytes that the cache stores.
+    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
+    ``[B, T, n]``: numbers of candidate blocks, -1 behind them.
     """
 
     main_kv: jax.Array | None = None
@@ -102,23 +103,42 @@ def choose(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
-) -> tuple[Shared, Float32[Array, "B T S"]]:
-    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7)."""
+    gather: bool | None = None,
+) -> tuple[Shared, Float32[Array, "B T S"] | None]:
+    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7).
+
+    gather: whether a layer that consumes the pool fetches its keys and scores them alone, at a cost that does not grow
+    with the context, or scores every key; by shape if None. Only the latter gives scores back.
+    """
     name = f"layers.{plan.layer}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
     detached = lax.stop_gradient((x, latent_q))
-    scores = indexer.index_scores(
-        *detached, shared.index_k, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
+    score = lambda keys: indexer.index_scores(  # noqa: E731
+        *detached, keys, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
     )
     first, count = visible_entries(layout, plan.ratio)
-    masked = jnp.where(causal_mask(first, count, scores.shape[-1]), lax.stop_gradient(scores), -jnp.inf)
+    keys: Any = shared.index_k
+    blocks: Any = shared.pool
+    size, block = keys.shape[1], config.candidate_block_size
+    if plan.pool == "consumes":
+        gather = x.shape[1] * blocks.shape[-1] * block <= size if gather is None else gather
+        if gather:
+            entries = indexer.candidate_entries(blocks, block)
+            keys = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, size - 1))
+            seen = (entries >= first[..., None]) & (entries < (first + count)[..., None])
+            ids = indexer.select(jnp.where(seen, lax.stop_gradient(score(keys)), -jnp.inf), config.index_topk)
+            ids = jnp.where(ids < 0, -1, jnp.take_along_axis(entries, jnp.maximum(ids, 0), axis=-1))
+            record(taps, f"{name}.topk", ids)
+            return replace(shared, ids=ids), None
+    scores = score(keys)
+    masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
     record(taps, f"{name}.scores", masked)
     if plan.pool == "publishes":
-        pool = indexer.candidate_mask(masked, first, count, config.candidate_block_size, config.candidate_topk_blocks)
-        record(taps, f"{name}.candidates", pool)
-        shared = replace(shared, pool=pool)
+        blocks = indexer.candidate_blocks(masked, first, count, block, config.candidate_topk_blocks)
+        shared = replace(shared, pool=blocks)
+        record(taps, f"{name}.candidates", indexer.candidate_mask(blocks, block, size))
     if plan.pool == "consumes":
-        masked = jnp.where(shared.pool, masked, -jnp.inf)
+        masked = jnp.where(indexer.candidate_mask(blocks, block, size), masked, -jnp.inf)
         record(taps, f"{name}.scores_masked", masked)
     ids = indexer.select(masked, config.index_topk)
     record(taps, f"{name}.topk", ids)
