@@ -101,12 +101,12 @@ def executed(ptx, inputs):
             continue
         op, rest = line.split(" ", 1)
         if op.startswith("st.shared"):
-            base, offset, words = re.fullmatch(r"\[(\$\d+) \+ (\d+)\], \{(.*)\}?", rest.rstrip("}")).groups()
+            [(base, offset, words)] = re.findall(r"\[(\$\d+) \+ (\d+)\], \{(.*)", rest.rstrip("}"))
             at = names[base] + int(offset)
             stored |= {at + 4 * i: names[word] for i, word in enumerate(words.split(", "))}
             continue
         if rest.startswith("{"):  # a word to its halves
-            low, high, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()
+            [(low, high, source)] = re.findall(r"\{(\w+), (\w+)\}, (\S+)", rest)
             names[low], names[high] = value(source) & 0xFFFF, value(source) >> 16
             continue
         target, *operands = rest.split(", ")
