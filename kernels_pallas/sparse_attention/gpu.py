@@ -329,8 +329,12 @@ def _kernel(
                 accs = scaled(accs, out)
                 plgpu.barrier_arrive(p_empty.at[out])
                 for acc, cut in zip(accs, columns, strict=True):
-                    at = pl.ds(side * half + cut.start, cut.size)
-                    store(out_ref.at[query, part, pl.ds(block * HEADS, HEADS), at], acc.astype(out_dtype))
+                    head, channel = block * HEADS, side * half + cut.start
+                    if out_dtype == jnp.float32:
+                        place = out_ref.at[query, part, pl.ds(head, HEADS), pl.ds(channel, cut.size)]
+                        store(place, acc)
+                    else:
+                        rows.write(out_ref, (query, part, head, channel), acc.astype(out_dtype))
                 return 0
 
             lax.fori_loop(0, turns, item, 0)

@@ -64,6 +64,10 @@ class Interpreted:
         extra = self.refs.geometry.padded - rows.shape[-1]
         return jnp.split(jnp.pad(rows, ((0, 0), (0, extra))).astype(self.refs.k_smem.dtype), 2, axis=-1)
 
+    def write(self, out_ref: Any, at: tuple, rows: jax.Array) -> None:
+        query, part, head, channel = at
+        out_ref[query, part, pl.ds(head, rows.shape[0]), pl.ds(channel, rows.shape[1])] = rows
+
     def start(self, here: tuple, following: tuple) -> None:
         pass
 
@@ -115,6 +119,25 @@ class Native:
     def _refs(self) -> tuple:
         refs = self.refs
         return refs.entries, refs.entry_ids, refs.window, refs.window_ids, refs.ring, refs.ids
+
+    def write(self, out_ref: Any, at: tuple, rows: jax.Array) -> None:
+        """16-bit rows of a matrix product's layout to ``[64, n]`` of the output from ``at`` (query, part, head, channel) on."""
+
+        @self._inline(out_ref, rows, *at, types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[self.scalar] * 4))
+        def _(ctx: Any, out: Any, rows: Any, *at: Any) -> None:
+            query, part, head, channel = (unpack.scalar(a) for a in at)
+            _, parts, heads, channels = out_ref.shape
+            thread = unpack.own_thread()
+            first = unpack.madd(unpack.madd(query, parts, part), heads, head)
+            first = unpack.add(first, unpack.madd(unpack.right(thread, 5), 16, unpack.right(unpack.low(thread, 31), 2)))
+            lane = unpack.low(thread, 3)
+            address = unpack.step(unpack.global_address(out), first, 2 * channels)
+            address = unpack.step(unpack.step(address, channel, 2), lane, 16)
+            words = [unpack.bits(pair) for pair in rows.registers.flatten()]  # of 8 columns, then of rows r and r + 8
+            for start in range(0, len(words), 8):
+                for half in range(2):
+                    offset = 16 * channels * half + 8 * start
+                    unpack.store_piece(words[start + half : start + 8 : 2], lane, address, offset)
 
     def start(self, here: tuple, following: tuple) -> None:
         """Asks for the ids of tiles ``here`` and ``following``, and for the rows of the first two turns."""
@@ -290,6 +313,7 @@ class Task:
             odd = 4 * (lane.step * index % 2)
             write(words, scale, four[odd : odd + 4], lane.offset(turn, index), self.bf16)
 
+        named, own, place = self.bias_ids(step)
         take(0)
         take(1)
         for number in range(kind.turns * each):
@@ -300,11 +324,10 @@ class Task:
             else:
                 with unpack.when(unpack.below(lane.first, self.geometry.chunks)):
                     put(turn, index, *held[number])
-        self.store_bias(kind, step, bias)
+        unpack.store_bias(unpack.add(unpack.madd(self.warp, KEYS, bias), place), named, own, MASKED)
 
-    def store_bias(self, kind: Kind, step: Any, bias: Any) -> None:
-        """What is added to the scores of the warp's rows: 0, or `MASKED` where an id is negative."""
+    def bias_ids(self, step: Any) -> tuple[Any, Any, Any]:
+        """The id of one of the warp's rows, whether the thread has one, and its place in bytes."""
         own = unpack.below(self.number, KEYS // 4)
-        shift = unpack.choose(own, unpack.times(self.number, 4), unpack.constant(0))
-        [named] = unpack.take(unpack.add(self._ids(step), shift), 1)
-        unpack.store_bias(unpack.add(unpack.madd(self.warp, KEYS, bias), shift), named, own, MASKED)
+        place = unpack.choose(own, unpack.times(self.number, 4), unpack.constant(0))
+        return unpack.take(unpack.add(self._ids(step), place), 1)[0], own, place

@@ -332,6 +332,24 @@ def store_e4m3(words: Sequence[Word], exponent: Word, pieces: Sequence[Word], of
     _asm(_lines([_HALVES, ".reg .b16 c0, c1; .reg .f32 f;", *lines], declared), [*words, exponent, *pieces], [])
 
 
+def store_piece(words: Sequence[Word], lane: Word, address: Word, offset: int) -> None:
+    """Four words of a matrix product's layout, in which each of four neighbouring threads has two columns of four groups of
+    eight, to device memory: the threads trade, and each writes the 16 bytes of one group, ``offset`` bytes further on."""
+    lines = [".reg .pred p1, p2; .reg .b32 b; and.b32 b, $4, 1; setp.ne.b32 p1, b, 0; and.b32 b, $4, 2; setp.ne.b32 p2, b, 0;"]
+    lines += [f"mov.b32 r{i}, ${i};" for i in range(4)]
+    for apart, flag, pairs in ((1, "p1", ((0, 1), (2, 3))), (2, "p2", ((0, 2), (1, 3)))):
+        for a, b in pairs:
+            lines.append(f"selp.b32 s, r{a}, r{b}, {flag}; shfl.sync.bfly.b32 t, s, {apart}, 0x1f, 0xffffffff;")
+            lines.append(f"selp.b32 r{a}, t, r{a}, {flag}; selp.b32 r{b}, r{b}, t, {flag};")
+    lines.append(f"st.global.v4.b32 [$5 + {offset}], {{r0, r1, r2, r3}};")
+    _asm(_lines(lines, ["r0", "r1", "r2", "r3", "s", "t"]), [*words, lane, address], [])
+
+
+def bits(pair: Word) -> Word:
+    """A pair of 16-bit numbers as a word."""
+    return utils.bitcast(pair, _i32())
+
+
 def store_bias(address: Word, number: Word, own: Word, masked: float) -> None:
     """0, or ``masked`` where an id is negative, to shared memory from the threads that ``own`` names."""
     value = arith.select(not_negative(number), _c(0), _c(int(np.float32(masked).view(np.int32))))
