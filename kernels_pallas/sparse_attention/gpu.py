@@ -2,12 +2,12 @@
 
 Four warpgroups, each with one job, meet at barriers in shared memory:
 
-    unpack   gathers rows by id straight from device memory, dequantises them in registers, writes fp16 tiles
-    softmax  q k^T of a tile, running maximum and sum, probabilities (fp16) and the factor for what came before
+    unpack   gathers rows by id straight from device memory, dequantises them in registers, writes tiles
+    softmax  q k^T of a tile, running maximum and sum, probabilities and the factor for what came before
     value    two of them, each with half of the channels: rescale, add p v
 
-A tile serves as K and as V. Both products run in fp16, in which the stored values are exact; sums are float32. A small batch
-splits each query's tiles over several CTAs, and a merge follows.
+A tile serves as K and as V. Both products run in bfloat16, or in fp16 for float32 queries: the stored values are exact in
+either; sums are float32. A small batch splits each query's tiles over several CTAs, and a merge follows.
 """
 
 import math
@@ -41,7 +41,7 @@ class Tiling:
 
     ctas: int = 132
     parts: int | None = None
-    registers: tuple[int, int, int] = (88, 104, 160)
+    registers: tuple[int, int, int] = (80, 112, 160)
 
 
 def refusal(
