@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.cache import init_cache
-from dsv41.config import ModelConfig, RopeScaling, preset, replace
+from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import Policy
@@ -43,37 +43,6 @@ class Found:
     forced: int
     logits: float
     margin: float | None
-
-
-def real_width_slice() -> ModelConfig:
-    """Four layers of the release's width: window only, Full of ratio 2, Full of ratio 1 with a pool that binds, Reindex.
-
-    Every token takes every expert: a router of random weights is so near to even that rounding would decide.
-    """
-    return replace(
-        preset("flash"),
-        vocab_size=2048,
-        num_hidden_layers=4,
-        max_position_embeddings=4096,
-        rope_scaling=RopeScaling(original_max_position_embeddings=256),
-        moe_intermediate_size=512,
-        n_routed_experts=6,
-        compress_ratios=(0, 2, 1, 1),
-        kv_source_layer_ids=(1, 2),
-        index_source_layer_ids=(1, 2, 3),
-        candidate_source_layer_id=2,
-        candidate_topk_blocks=72,
-        engram_layer_ids=(),
-        engram_num_embeddings=(),
-        engram_compressed_vocab_size=2048,
-        engram_pad_token_id=2,
-        num_nextn_predict_layers=0,
-        dspark_noise_token_id=2,
-        dspark_target_layer_ids=(),
-        image_token_id=2,
-        quantization_config=None,
-        vision_config=None,
-    )
 
 
 class Decoder:
@@ -132,11 +101,11 @@ def main(run: Path | None, out: Path | None) -> None:
         for dtype in (jnp.float32, jnp.bfloat16):
             found.append(compare(f"trained, {run.name}", model.params, model.config, model.token_map, prompts, dtype))
             print(found[-1], flush=True)
-    config = real_width_slice()
+    config = preset("slice")
     params = init_params(config, jax.random.key(0))
     prompts = random.integers(3, config.vocab_size, (2, 1280)).astype(np.int32)
     for dtype in (jnp.float32, jnp.bfloat16):
-        found.append(compare("real-width slice", params, config, np.arange(config.vocab_size), prompts, dtype))
+        found.append(compare("slice", params, config, np.arange(config.vocab_size), prompts, dtype))
         print(found[-1], flush=True)
     if out is not None:
         device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}

@@ -48,7 +48,7 @@ class Analyze:
     what: tyro.conf.Positional[Literal["kv", "flops", "prefill", "params", "memory"]]
     """kv: cache bytes of a token. flops: of a decoded token. prefill: of a prompt. params. memory: a request's cache."""
     preset: str | None = None
-    """One model: flash, toy, v4-flash, v3.2 or v1."""
+    """One model: flash, slice, toy, v4-flash, v3.2 or v1."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
     contexts: str | None = None

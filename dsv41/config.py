@@ -341,11 +341,41 @@ def _toy() -> ModelConfig:
     )
 
 
-PRESETS = {"flash": ModelConfig, "toy": _toy}
+def _slice() -> ModelConfig:
+    """Four layers of the release's width: window only, Full of ratio 2, Full of ratio 1 with a pool that binds, Reindex.
+
+    Every token takes every expert: a router of random weights is so near to even that rounding would decide.
+    """
+    return ModelConfig(
+        vocab_size=2048,
+        num_hidden_layers=4,
+        max_position_embeddings=4096,
+        rope_scaling=RopeScaling(original_max_position_embeddings=256),
+        moe_intermediate_size=512,
+        n_routed_experts=6,
+        compress_ratios=(0, 2, 1, 1),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2,
+        candidate_topk_blocks=72,
+        engram_layer_ids=(),
+        engram_num_embeddings=(),
+        engram_compressed_vocab_size=2048,
+        engram_pad_token_id=2,
+        num_nextn_predict_layers=0,
+        dspark_noise_token_id=2,
+        dspark_target_layer_ids=(),
+        image_token_id=2,
+        quantization_config=None,
+        vision_config=None,
+    )
+
+
+PRESETS = {"flash": ModelConfig, "slice": _slice, "toy": _toy}
 
 
 def preset(name: str) -> ModelConfig:
-    """A named config: `flash` is the release, `toy` trains on a laptop CPU."""
+    """A named config: `flash` is the release, `slice` four layers of its width, `toy` trains on a laptop CPU."""
     if name not in PRESETS:
         raise ConfigError(f"preset: found {name!r}, allowed are {', '.join(PRESETS)}{nearest(name, PRESETS)}")
     return PRESETS[name]()
