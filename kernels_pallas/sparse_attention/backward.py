@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import store
 from kernels_pallas.sparse_attention.forward import (
     ID_SLOTS,
     ROW,
@@ -34,6 +33,7 @@ from kernels_pallas.sparse_attention.forward import (
 from kernels_pallas.sparse_attention.gather import bias_of
 from kernels_pallas.sparse_attention.producer import HEADS, TILED, publish
 from kernels_pallas.sparse_attention.unpack import KEYS
+from kernels_pallas.sparse_attention.write import write
 
 SCRATCH = 14  # arrays and barriers in shared memory
 _SCORES, _GRADIENT, _COPY = 0, 1, 2  # warpgroups
@@ -88,6 +88,9 @@ def backward(
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
             others_free = free.at[1 - side]
 
+            def at(cut):
+                return pl.ds(side * half + cut.start, cut.size)
+
             def item(turn, _):
                 number = jobs.number(turn)
                 plgpu.barrier_wait(q_full)
@@ -104,42 +107,60 @@ def backward(
 
                     scores = pl.run_scoped(product, plgpu.ACC((HEADS, KEYS), jnp.float32))
                     bound = lax.broadcast_in_dim(vector, scores.shape, [0])
+
+                    def publish_own(values):
+                        # The other warpgroup's products of the tile before read what is written here.
+                        pl.when(step > 0)(lambda: plgpu.barrier_wait(others_free))
+                        own = s_smem if side else p_smem
+                        own[...] = values.astype(own.dtype)
+                        publish(native, together=False)
+                        plgpu.barrier_arrive(s_full if side else p_full)
+
                     if side == _SCORES:
                         bias = bias_of(ids_smem.at[lax.rem(step, ID_SLOTS)])
                         scores = scores * (scale * TO_LOG2) + lax.broadcast_in_dim(bias, scores.shape, [1])
-                        values = jnp.exp2(scores - bound)
-                    else:
-                        plgpu.barrier_wait(p_full)
-                        probs = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                        values = probs * (scores + bound) * scale
-                    # The other warpgroup's products of the tile before read what is written here.
-                    pl.when(step > 0)(lambda: plgpu.barrier_wait(others_free))
-                    own = s_smem if side else p_smem
-                    own[...] = values.astype(own.dtype)
-                    publish(native, together=False)
-                    plgpu.barrier_arrive(s_full if side else p_full)
-                    if side == _SCORES:
-                        plgpu.barrier_wait(p_full)
-                    plgpu.barrier_wait(s_full)
+                        publish_own(jnp.exp2(scores - bound))
+                    plgpu.barrier_wait(p_full)
 
-                    def at(cut):
-                        return pl.ds(side * half + cut.start, cut.size)
+                    def gradient():
+                        if side == _GRADIENT:
+                            probs = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                            publish_own(probs * (scores + bound) * scale)
+                        plgpu.barrier_wait(s_full)
 
-                    dqs = accumulate(dqs, [[(s_smem, k_smem.at[0, :, at(cut)])] for cut in cuts], native)
-                    plgpu.barrier_arrive(k_empty.at[0])
-                    for cut in cuts:
-                        value = p_smem.transpose((1, 0)), g_smem.at[:, at(cut)]
-                        key = s_smem.transpose((1, 0)), q_smem.at[:, at(cut)]
-                        (part,) = accumulate(zeros([cut]), [[value, key]], native)
-                        if cut is cuts[-1]:
-                            plgpu.barrier_arrive(free.at[side])
-                            pl.when(t + 1 == tiles)(lambda: plgpu.barrier_arrive(q_empty))
-                        store(parts_ref.at[number, pl.ds(t * KEYS, KEYS), at(cut)], part.astype(parts_ref.dtype))
+                    def free_keys():
+                        if native:
+                            plgpu.wgmma_wait(1)  # all but the last product, which reads no keys
+                        plgpu.barrier_arrive(k_empty.at[0])
+
+                    def as_value(cut):
+                        return p_smem.transpose((1, 0)), g_smem.at[:, at(cut)]
+
+                    def as_key(cut):
+                        return s_smem.transpose((1, 0)), q_smem.at[:, at(cut)]
+
+                    def put(part, cut):
+                        write(parts_ref.at[number, pl.ds(t * KEYS, KEYS), at(cut)], part.astype(parts_ref.dtype), native)
+
+                    first, *others = cuts
+                    queries = [(i, s_smem, k_smem.at[0, :, at(cut)]) for i, cut in enumerate(cuts)]
+                    own = [(len(cuts), *as_value(first)), gradient]
+                    # While the second computes the scores' gradient, the first has a product to do. In the second it would be
+                    # one accumulator too many at that time, and the compiler then waits for every product.
+                    steps = [*(own[::-1] if side else own), *queries, (len(cuts), *as_key(first)), free_keys]
+                    *dqs, part = accumulate([*dqs, *zeros([first])], steps, native)
+                    for cut in others:
+                        put(part, first)
+                        first = cut
+                        (part,) = accumulate(zeros([cut]), [(0, *as_value(cut)), (0, *as_key(cut))], native)
+                    plgpu.barrier_arrive(free.at[side])
+                    pl.when(t + 1 == tiles)(lambda: plgpu.barrier_arrive(q_empty))
+                    put(part, first)
                     return dqs
 
                 dqs = lax.fori_loop(0, tiles, tile, zeros(cuts))
                 for dq, cut in zip(dqs, cuts, strict=True):
-                    store(dq_ref.at[number, :, pl.ds(side * half + cut.start, cut.size)], dq.astype(out_dtype))
+                    write(dq_ref.at[number, :, at(cut)], dq.astype(out_dtype), native)
                 return 0
 
             lax.fori_loop(0, turns, item, 0)

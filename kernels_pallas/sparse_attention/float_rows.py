@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels_pallas.sparse_attention.backward import backward
 from kernels_pallas.sparse_attention.forward import forward
@@ -18,9 +19,11 @@ from kernels_pallas.sparse_attention.unpack import KEYS
 
 @dataclass(frozen=True)
 class Device:
-    """ctas: of the grids, one a multiprocessor. interpret: parameters of Pallas' interpreter."""
+    """ctas: of the grids, one a multiprocessor. parts_bytes: memory for the rows' parts, of some queries after others.
+    interpret: parameters of Pallas' interpreter."""
 
     ctas: int = 132
+    parts_bytes: int = 4 << 30
     interpret: Any = None
 
 
@@ -38,7 +41,7 @@ def run(
     out, lse = _attend(q, entries, entry_ids, window, window_ids, sink, device)
     if not mass:
         return out, lse
-    return out, lse, _mass(*jax.lax.stop_gradient((q, entries)), entry_ids, *jax.lax.stop_gradient((lse, sink)), device)
+    return out, lse, _mass(*lax.stop_gradient((q, entries)), entry_ids, *lax.stop_gradient((lse, sink)), device)
 
 
 def _padded(width: int) -> int:
@@ -134,10 +137,47 @@ def _backward(device: Device, kept: tuple, cotangents: tuple) -> tuple:
     shift = jnp.where(some, g_lse * jnp.exp(jnp.minimum(whole - lse, 80.0)) - inner, 0.0)
     g_sink = None
     if sink is not None:
-        g_sink = -jnp.sum(jnp.where(some, jnp.exp(sink.astype(jnp.float32)[None] - whole) * inner, 0.0), axis=0).astype(
-            sink.dtype
-        )
-    jobs, pools, ids, entry_tiles = _arguments(q, entries, entry_ids, window, window_ids)
+        below = jnp.exp(sink.astype(jnp.float32)[None] - whole)
+        g_sink = -jnp.sum(jnp.where(some, below * inner, 0.0), axis=0).astype(sink.dtype)
+    slots = sum(-(-a.shape[1] // KEYS) * KEYS for a in (entry_ids, window_ids))
+    parts_bytes = len(q) * -(-q.shape[1] // HEADS) * slots * 2 * _padded(q.shape[2])
+    chunks = -(-parts_bytes // device.parts_bytes)
+    size = -(-len(q) // chunks)
+    heads, lists = (q, g, whole, shift), (entry_ids, window_ids)
+    if chunks == 1:
+        g_q, *g_rows = _gradients(heads, lists, entries, window, device, entries.dtype)
+    else:
+
+        def split(a: jax.Array, fill: int) -> jax.Array:
+            a = jnp.pad(a, ((0, chunks * size - len(a)),) + ((0, 0),) * (a.ndim - 1), constant_values=fill)
+            return a.reshape(chunks, size, *a.shape[1:])
+
+        def chunk(sums: list[jax.Array], args: tuple) -> tuple[list[jax.Array], jax.Array]:
+            g_q, *g_rows = _gradients(args[0], args[1], entries, window, device, jnp.float32)
+            return [a + b for a, b in zip(sums, g_rows, strict=True)], g_q
+
+        each = tuple(split(a, 0) for a in heads), tuple(split(a, -1) for a in lists)
+        g_rows, g_q = lax.scan(chunk, [jnp.zeros(a.shape, jnp.float32) for a in (entries, window)], each)
+        g_q = g_q.reshape(-1, *q.shape[1:])[: len(q)]
+    g_entries, g_window = (a.astype(entries.dtype) for a in g_rows)
+    none = [np.zeros(a.shape, jax.dtypes.float0) for a in lists]
+    return g_q, g_entries, none[0], g_window, none[1], g_sink
+
+
+def _gradients(
+    heads: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    lists: tuple[jax.Array, jax.Array],
+    entries: jax.Array,
+    window: jax.Array,
+    device: Device,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of some queries, and what they add to those of entries and window, in ``dtype``.
+
+    heads: queries, their outputs' cotangents, logarithms of denominators, what is added to the probabilities' gradients.
+    """
+    q, g, whole, shift = heads
+    jobs, pools, ids, entry_tiles = _arguments(q, entries, lists[0], window, lists[1])
     g_q, parts = backward(
         jobs,
         _jobs(_wide(g.astype(jnp.bfloat16))),
@@ -151,21 +191,19 @@ def _backward(device: Device, kept: tuple, cotangents: tuple) -> tuple:
         ctas=device.ctas,
         interpret=device.interpret,
     )
-    blocks, slots = jobs.shape[0] // q.shape[0], parts.shape[1]
+    blocks, slots = jobs.shape[0] // len(q), parts.shape[1]
     flat = parts.reshape(-1, parts.shape[-1])
 
-    def pool_gradient(pool: jax.Array, first: int, last: int) -> jax.Array:
+    def rows(pool: jax.Array, first: int, last: int) -> jax.Array:
         if first == last:
-            return jnp.zeros_like(pool)
-        places = jnp.repeat(ids.reshape(q.shape[0], -1)[:, first:last], blocks, axis=0)
-        numbers = slots * jnp.arange(places.shape[0], dtype=jnp.int32)[:, None] + jnp.arange(first, last, dtype=jnp.int32)[None]
-        order, bounds = segments(places.reshape(-1), numbers.reshape(-1), pool.shape[0])
-        return sums(flat, order, bounds, pool.dtype, device.interpret)[:, : pool.shape[1]]
+            return jnp.zeros(pool.shape, dtype)
+        places = jnp.repeat(ids.reshape(len(q), -1)[:, first:last], blocks, axis=0)
+        numbers = slots * jnp.arange(len(places), dtype=jnp.int32)[:, None] + jnp.arange(first, last, dtype=jnp.int32)[None]
+        ordered = segments(places.reshape(-1), numbers.reshape(-1), len(pool))
+        return sums(flat, *ordered, dtype, device.interpret)[:, : pool.shape[1]]
 
     split = entry_tiles * KEYS
-    none = [np.zeros(a.shape, jax.dtypes.float0) for a in (entry_ids, window_ids)]
-    g_entries, g_window = pool_gradient(entries, 0, split), pool_gradient(window, split, slots)
-    return _whole(g_q, q), g_entries, none[0], g_window, none[1], g_sink
+    return _whole(g_q, q), rows(entries, 0, split), rows(window, split, slots)
 
 
 _attend: Any = jax.custom_vjp(_primal, nondiff_argnums=(6,))

@@ -22,6 +22,7 @@ from kernels_pallas.mosaic import store
 from kernels_pallas.sparse_attention.gather import bias_of, copy_tile
 from kernels_pallas.sparse_attention.producer import HEADS, TILED, publish
 from kernels_pallas.sparse_attention.unpack import KEYS
+from kernels_pallas.sparse_attention.write import write
 
 STAGES = 2
 ID_SLOTS = 4  # ids arrive two tiles ahead, and those of the two tiles before may still be read
@@ -66,28 +67,33 @@ def zeros(cuts: list[Any]) -> list[jax.Array]:
     return [plgpu.layout_cast(jnp.zeros((64, cut.size), jnp.float32), plgpu.Layout.WGMMA) for cut in cuts]
 
 
-def accumulate(accs: list[jax.Array], products: list[list[tuple[Any, Any]]], native: bool) -> list[jax.Array]:
-    """Each accumulator plus its products, all under way at once."""
+def accumulate(accs: list[jax.Array], steps: list[Any], native: bool) -> list[jax.Array]:
+    """``accs`` plus products ``(i, a, b)``, ``accs[i] += a b``, all of them under way at once; a step may also be a function,
+    which is called in its turn."""
     if native:
 
         def all_of_them(refs: list[Any]) -> None:
-            for ref, pairs in zip(refs, products, strict=True):
-                for a, b in pairs:
-                    plgpu.wgmma(ref, a, b)
+            for step in steps:
+                if callable(step):
+                    step()
+                else:
+                    plgpu.wgmma(refs[step[0]], *step[1:])
 
         sums: Any = pl.run_state(all_of_them)([plgpu.ACC.init(acc) for acc in accs])
         return sums
 
-    def alone(pairs: list[tuple[Any, Any]], ref: Any) -> jax.Array:
-        for a, b in pairs:
-            plgpu.wgmma(ref, a, b)
+    def alone(a: Any, b: Any, ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, a, b)
         return ref[...]
 
-    # The interpreter knows no accumulator that starts from a value.
-    return [
-        acc + pl.run_scoped(partial(alone, pairs), plgpu.ACC(acc.shape, acc.dtype))
-        for acc, pairs in zip(accs, products, strict=True)
-    ]
+    accs = list(accs)
+    for step in steps:  # the interpreter knows no accumulator that starts from a value
+        if callable(step):
+            step()
+        else:
+            i, a, b = step
+            accs[i] = accs[i] + pl.run_scoped(partial(alone, a, b), plgpu.ACC(accs[i].shape, jnp.float32))
+    return accs
 
 
 def drain(barrier: Any, steps: Any) -> None:
@@ -188,32 +194,25 @@ def forward(
         def _():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
 
-            def product(acc, step):
-                slot = lax.rem(step, STAGES)
-                plgpu.barrier_wait(k_full.at[slot])
-                plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
-
             def item(turn, _):
                 start = plgpu.layout_cast(jnp.full((HEADS,), FLOOR, jnp.float32), ROW)
                 zero = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), ROW)
-                acc = plgpu.ACC((HEADS, KEYS), jnp.float32)
-
-                def free(step, last):
-                    plgpu.barrier_arrive(k_empty.at[lax.rem(step, STAGES)])
-                    pl.when(last)(lambda: plgpu.barrier_arrive(q_empty))
-
-                def first(acc):
-                    product(acc, turn * tiles)
-                    return acc[...]
-
                 plgpu.barrier_wait(q_full)
-                scores = pl.run_scoped(first, acc)
-                free(turn * tiles, tiles == 1)
 
-                def softmax(t, scores, top, total):
+                def tile(t, carry):
+                    top, total = carry
                     step, stage = turn * tiles + t, turn * stages + t
-                    out = lax.rem(stage, STAGES)
+                    slot, out = lax.rem(step, STAGES), lax.rem(stage, STAGES)
+                    plgpu.barrier_wait(k_full.at[slot])
+
+                    def product(acc):
+                        plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+                        return acc[...]
+
+                    scores = pl.run_scoped(product, plgpu.ACC((HEADS, KEYS), jnp.float32))
                     bias = bias_of(ids_smem.at[lax.rem(step, ID_SLOTS)])
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    pl.when(t + 1 == tiles)(lambda: plgpu.barrier_arrive(q_empty))
                     scores = scores * (scale * TO_LOG2) + lax.broadcast_in_dim(bias, scores.shape, [1])
                     high = jnp.maximum(top, scores.max(axis=1))
                     factor = jnp.exp2(top - high)
@@ -225,19 +224,7 @@ def forward(
                     plgpu.barrier_arrive(p_full.at[out])
                     return high, total * factor + probs.sum(axis=1)
 
-                def tile(t, carry):
-                    step = turn * tiles + t
-
-                    def ahead(acc):
-                        product(acc, step + 1)
-                        return *softmax(t, *carry), acc[...]
-
-                    top, total, scores = pl.run_scoped(ahead, acc)
-                    free(step + 1, t + 2 == tiles)
-                    return scores, top, total
-
-                carry = lax.fori_loop(0, tiles - 1, tile, (scores, start, zero))
-                top, total = softmax(tiles - 1, *carry)
+                top, total = lax.fori_loop(0, tiles, tile, (start, zero))
                 stage = turn * stages + tiles
                 out = lax.rem(stage, STAGES)
                 number = jobs.number(turn)
@@ -274,7 +261,7 @@ def forward(
                     slot, out = lax.rem(turn * tiles + t, STAGES), lax.rem(turn * stages + t, STAGES)
                     plgpu.barrier_wait(p_full.at[out])
                     values = [k_smem.at[slot, :, pl.ds(side * half + cut.start, cut.size)] for cut in cuts]
-                    accs = accumulate(scaled(accs, out), [[(p_smem.at[out], value)] for value in values], native)
+                    accs = accumulate(scaled(accs, out), [(i, p_smem.at[out], value) for i, value in enumerate(values)], native)
                     plgpu.barrier_arrive(k_empty.at[slot])
                     plgpu.barrier_arrive(p_empty.at[out])
                     return accs
@@ -286,7 +273,7 @@ def forward(
                 plgpu.barrier_arrive(p_empty.at[out])
                 for acc, cut in zip(accs, cuts, strict=True):
                     at = out_ref.at[jobs.number(turn), :, pl.ds(side * half + cut.start, cut.size)]
-                    store(at, acc.astype(out_dtype))
+                    write(at, acc.astype(out_dtype), native)
                 return 0
 
             lax.fori_loop(0, turns, item, 0)

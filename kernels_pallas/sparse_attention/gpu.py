@@ -88,7 +88,9 @@ def run(
 ) -> tuple[jax.Array, ...]:
     """See `kernels_pallas.sparse_attention.api.sparse_attention`. interpret: parameters of Pallas' interpreter."""
     if entries.dtype != jnp.uint8:
-        return float_rows.run(q, entries, entry_ids, window, window_ids, sink, mass, float_rows.Device(tiling.ctas, interpret))
+        return float_rows.run(
+            q, entries, entry_ids, window, window_ids, sink, mass, float_rows.Device(tiling.ctas, interpret=interpret)
+        )
     queries, heads, width = q.shape
     entry_ids, window_ids = _padded_ids(entry_ids), _padded_ids(window_ids)
     tiles = (entry_ids.shape[1] + window_ids.shape[1]) // KEYS

@@ -11,7 +11,7 @@ import pytest
 
 from kernels_pallas.interpret import gpu_interpreter, gpu_races
 from kernels_pallas.registry import Refused, choose
-from kernels_pallas.sparse_attention import cases, gpu, reference
+from kernels_pallas.sparse_attention import cases, float_rows, gpu, reference
 from kernels_pallas.sparse_attention.api import sparse_attention
 from kernels_pallas.sparse_attention.cases import Case
 from kernels_pallas.sparse_attention.row_sums import LONG, segments, sums
@@ -103,12 +103,16 @@ def test_reference_has_exact_gradients(name):
 
 @pytest.mark.parametrize("name", cases.FLOATS)
 def test_gpu_kernels_interpreted(name):
-    """Operands of products, the rows' parts among them, are bfloat16: a few of 2**-9 of the largest each; headroom 2."""
+    """Operands of products, the rows' parts among them, are bfloat16: a few of 2**-9 of the largest each; headroom 2.
+
+    The parts of the ragged lists are in memory for two of their three queries at once.
+    """
     args = arguments(name)
-    device = gpu.Tiling(ctas=2)
+    parts_bytes = 2 * 3 * 64 * 128 * 2 if name == "ragged lists" else float_rows.Device.parts_bytes
+    device = float_rows.Device(2, parts_bytes, gpu_interpreter())
 
     def run(*args, mass):
-        return gpu.run(*args, mass=mass, tiling=device, interpret=gpu_interpreter())
+        return float_rows.run(*args, mass=mass, device=device)
 
     check(everything(run, args, cotangents(args)), args, cotangents(args), 1.5e-2)
     assert not gpu_races()
@@ -121,9 +125,9 @@ def test_row_sums(each):
     values = jax.random.normal(jax.random.key(0), (total + 3, 128), jnp.bfloat16).at[total:].set(jnp.nan)
     places = jax.random.randint(jax.random.key(1), (total,), -1, count - 1, jnp.int32)
     rows = jax.random.permutation(jax.random.key(2), total).astype(jnp.int32)
-    order, bounds = segments(places, rows, count)
-    assert bounds[-1] == np.sum(places >= 0) and bounds[-1] == bounds[-2]
-    got = sums(values, order, bounds, jnp.float32, gpu_interpreter())
+    order, begins, ends = segments(places, rows, count)
+    assert np.array_equal(ends - begins, np.bincount(places + 1, minlength=count + 1)[1:]) and ends[-1] == 0
+    got = sums(values, order, begins, ends, jnp.float32, gpu_interpreter())
     want = np.zeros((count, 128))
     np.add.at(want, places[places >= 0], np.asarray(values, np.float64)[rows[places >= 0]])
     # float32 sums of up to 130 numbers of order 1.
