@@ -108,8 +108,11 @@ def bench_op(op: str, clock: Clock) -> list[Timing]:
     cases, results = registry.module(op, "cases"), []
     for name, case in cases.REAL.items():
         args, options, cost = cases.arguments(case), cases.options(case), cases.cost(case)
-        runs: dict[str, Callable] = {"XLA, float32": partial(registry.module(op, "reference").run, **options)}
-        runs["ours"] = partial(registry.module(op, "gpu").run, **options)
+        timed = getattr(cases, "timed", lambda case, run: run)
+        impls = {"XLA, float32": "reference", "ours": "gpu"}
+        runs: dict[str, Callable] = {
+            label: timed(case, partial(registry.module(op, impl).run, **options)) for label, impl in impls.items()
+        }
         compiled = _compiled({**runs, **cases.peers(case)}, args)
         want = jax.block_until_ready(compiled["XLA, float32"](*args))
         for label, run in compiled.items():

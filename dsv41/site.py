@@ -189,7 +189,7 @@ def whole_row(
     scores = None
     if plan.selects:
         shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
-    core = lambda q: attention.attend(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
+    core = lambda q: attention.attend_row(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
     kl = jnp.zeros((), jnp.float32)
     if scores is not None and mass is not None:

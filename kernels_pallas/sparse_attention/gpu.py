@@ -21,9 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dsv41.quant import MAIN_KV, WINDOW_KV
 from kernels_pallas.mosaic import store
-from kernels_pallas.sparse_attention import producer
+from kernels_pallas.sparse_attention import float_rows, producer, refusals
 from kernels_pallas.sparse_attention.producer import HEADS, ID_SLOTS, TILED, Interpreted, Native, Refs, ring_bytes
 from kernels_pallas.sparse_attention.reference import merge_parts
 from kernels_pallas.sparse_attention.unpack import KEYS, Geometry, padded_width
@@ -45,22 +44,22 @@ class Tiling:
 
 
 def refusal(
-    q: Any, entries: Any, entry_ids: Any, window: Any, window_ids: Any, sink: Any, tiling: Tiling | None = None
+    q: Any,
+    entries: Any,
+    entry_ids: Any,
+    window: Any,
+    window_ids: Any,
+    sink: Any,
+    mass: bool = False,
+    tiling: Tiling | None = None,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
     width = q.shape[-1]
     if width != 64 and (width % 128 or width > 512):
         return f"a row has {width} channels, allowed are 64 and the multiples of 128 up to 512"
-    for name, rows, fmt in (("entries", entries, MAIN_KV), ("window", window, WINDOW_KV)):
-        if rows.dtype != jnp.uint8:
-            return f"{name} are {rows.dtype}, allowed is the packed form"
-        if rows.shape[-1] != fmt.row_bytes(width):
-            return f"{name} have rows of {rows.shape[-1]} bytes, allowed are {fmt.row_bytes(width)}"
-    if q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"q is {q.dtype}, allowed are bfloat16 and float32"
-    if entry_ids.shape[-1] + window_ids.shape[-1] == 0:
-        return "a query has no keys"
-    return None
+    if mass and entries.dtype == jnp.uint8:
+        return "probabilities are asked for, allowed with bfloat16 rows"
+    return refusals.refusal(q, entries, entry_ids, window, window_ids, floats=True)
 
 
 def _padded_ids(ids: jax.Array) -> jax.Array:
@@ -83,10 +82,15 @@ def run(
     window: jax.Array,
     window_ids: jax.Array,
     sink: jax.Array | None,
+    mass: bool = False,
     tiling: Tiling = Tiling(),
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """See `kernels_pallas.sparse_attention.api.sparse_attention`. interpret: parameters of Pallas' interpreter."""
+    if entries.dtype != jnp.uint8:
+        return float_rows.run(
+            q, entries, entry_ids, window, window_ids, sink, mass, float_rows.Device(tiling.ctas, interpret=interpret)
+        )
     queries, heads, width = q.shape
     entry_ids, window_ids = _padded_ids(entry_ids), _padded_ids(window_ids)
     tiles = (entry_ids.shape[1] + window_ids.shape[1]) // KEYS
