@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.mega_mhc.finish import finish
-from kernels_pallas.mega_mhc.reference import high_and_low, unrolled
+from kernels_pallas.mega_mhc.gradient import recomputed
+from kernels_pallas.mega_mhc.reference import high_and_low
 from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS, SHARED_BYTES, Tile, update
 
 SMS = 132
@@ -105,13 +106,5 @@ def run(
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. tile: other sizes than `choose` picks; interpret: parameters of Pallas'
     interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
-    call = jax.custom_vjp(functools.partial(forward, **static, tile=tile, interpret=interpret))
-
-    def keep(*args: Any) -> tuple[Any, Any]:
-        return call(*args), args
-
-    def pull(args: Any, cotangents: Any) -> Any:
-        return jax.vjp(functools.partial(unrolled, **static), *args)[1](cotangents)
-
-    call.defvjp(keep, pull)
-    return call(y, streams, post, comb, pre, hc, gain)
+    call = functools.partial(forward, **static, tile=tile, interpret=interpret)
+    return recomputed(call, static, (y, streams, post, comb, pre, hc, gain))
