@@ -1,23 +1,13 @@
-"""A kernel's gradient rule; the one that recomputes in XLA."""
+"""How an implementation's gradient is attached to it."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 
-from kernels_pallas.mega_mhc.reference import unrolled
 
-
-def recomputed(forward: Callable, static: dict[str, Any], args: tuple) -> Any:
-    """``forward(*args)``, differentiated as `unrolled` with the options ``static`` is."""
-
-    def keep(*args: Any) -> tuple[Any, Any]:
-        return forward(*args), args
-
-    def pull(args: Any, cotangents: Any) -> Any:
-        return jax.vjp(partial(unrolled, **static), *args)[1](cotangents)
-
-    call = jax.custom_vjp(forward)
-    call.defvjp(keep, pull)
+def differentiable(forward: Callable, pull: Callable, args: tuple) -> Any:
+    """The outputs of ``forward(*args) -> (outputs, residuals)``, with the gradient ``pull(residuals, cotangents)``."""
+    call = jax.custom_vjp(lambda *args: forward(*args)[0])
+    call.defvjp(forward, pull)
     return call(*args)

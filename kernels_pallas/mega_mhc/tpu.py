@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.mega_mhc.gradient import recomputed
-from kernels_pallas.mega_mhc.reference import sinkhorn, total
+from kernels_pallas.mega_mhc.gradient import differentiable
+from kernels_pallas.mega_mhc.reference import sinkhorn, total, unrolled
 
 TOKENS = 16  # one tile of bfloat16 rows; both buffers of every operand are 4 MB at 4 streams of 5120
 LANES = 128
@@ -158,5 +158,11 @@ def run(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. interpret: parameters of Pallas' interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
-    call = functools.partial(forward, **static, interpret=interpret)
-    return recomputed(call, static, (y, streams, post, comb, pre, hc, gain))
+
+    def keep(*args: Any) -> tuple[Any, Any]:
+        return forward(*args, **static, interpret=interpret), args
+
+    def pull(args: Any, cotangents: Any) -> Any:
+        return jax.vjp(functools.partial(unrolled, **static), *args)[1](cotangents)
+
+    return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))
