@@ -130,7 +130,10 @@ def quantize(x: Float[Array, "*s n"], fmt: Format) -> tuple[UInt8[Array, "*s n"]
         raise ValueError(f"{fmt.name}: found {width} channels, allowed is a multiple of {fmt.group}")
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], width // fmt.group, fmt.group)
     scales = _scale_bytes(jnp.max(jnp.abs(grouped), axis=-1), fmt)
-    scaled = jnp.clip(grouped / scale_values(scales, fmt)[..., None], -fmt.max, fmt.max)
+    # The maximum is the scale. By a broadcast value XLA would not divide but multiply with its rounded reciprocal, and what
+    # should be a tie would be none.
+    divisor = jnp.maximum(scale_values(scales, fmt)[..., None], -jnp.abs(grouped))
+    scaled = jnp.clip(grouped / divisor, -fmt.max, fmt.max)
     codes = e2m1_codes(scaled) if fmt.element == "e2m1" else lax.bitcast_convert_type(e4m3(scaled), jnp.uint8)
     return codes.reshape(x.shape), scales
 
