@@ -1,5 +1,7 @@
 """Engram: hashed n-gram rows, gated onto the residual streams before a block (architecture §11)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from dsv41.config import ModelConfig
 from dsv41.hashing import hash_rows, lookback
+from dsv41.hf.stored import StoredWeight
 from dsv41.layout import Layout
 from dsv41.numerics import Taps, linear, record
 from dsv41.params import EngramParams
+from kernels_pallas.engram_gather.api import engram_gather
 
 
 def engram_rows(
@@ -41,6 +45,12 @@ def hashed(
     return tuple(hash_rows(rows, table) for table in config.engram_hashes)
 
 
+def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"]:
+    """Rows of a table of floats or of a `StoredWeight`, in ``dtype``."""
+    codes, scales = (table.codes, table.scales) if isinstance(table, StoredWeight) else (table, None)
+    return engram_gather(codes, scales, rows, dtype)
+
+
 def apply_engram(
     streams: Float[Array, "B T N D"],
     rows: Int[Array, "B T C"],
@@ -53,7 +63,7 @@ def apply_engram(
     """``X_j += gate_j value`` with a parameter-free signed-root gate per stream; 0 at image tokens (§11.5)."""
     batch, time, n, d = streams.shape
     record(taps, f"{name}.hash_ids", rows)
-    fetched = params.embed[rows].astype(streams.dtype).reshape(batch, time, -1)
+    fetched = fetch(params.embed, rows, streams.dtype).reshape(batch, time, -1)
     kv = linear(fetched, params.wkv)
     key = kv[..., : n * d].reshape(batch, time, n, d).astype(jnp.float32)
     value = kv[..., n * d :]

@@ -1,0 +1,20 @@
+"""Rows of an Engram table by number, in the compute dtype (architecture §8.6, §11.5)."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int, UInt8
+
+from kernels_pallas import registry
+from kernels_pallas.registry import Impl
+
+
+def engram_gather(
+    table: Array, scales: UInt8[Array, "R groups"] | None, ids: Int[Array, "*s"], dtype: Any, *, impl: Impl = "auto"
+) -> Float[Array, "*s W"]:
+    """Row ``ids[...]`` of ``table`` in ``dtype``.
+
+    table: ``[R, W]``, E4M3 bytes (`dsv41.quant.ENGRAM_ROW`) whose E8M0 scales, one per 32 channels, are ``scales``; or
+    floats, where ``scales`` is None. Both may lie in pinned host memory. ids: int32, 0 to R - 1. Stored values are exact in
+    bfloat16 and float32. Differentiable in a table of floats.
+    """
+    return registry.call("engram_gather", impl, table, scales, ids, dtype=dtype)
