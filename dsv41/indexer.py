@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
+from dsv41.layout import causal_mask
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import IndexerParams
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
@@ -22,10 +23,9 @@ def index_keys(
     return rotate(key, positions, layer_frequencies(config, ratio))
 
 
-def index_scores(
+def index_queries(
     x: Float[Array, "B T D"],
     latent_q: Float[Array, "B T R"],
-    keys: Array,
     positions: Int[Array, "B T"],
     params: IndexerParams,
     config: ModelConfig,
@@ -33,8 +33,8 @@ def index_scores(
     ratio: int,
     taps: Taps | None,
     name: str,
-) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes."""
+) -> tuple[Float[Array, "B T H KI"], Float[Array, "B T H"]]:
+    """Queries in their FP4 form's values, and each head's weight with both scales in it (§7)."""
     heads, width = config.index_n_heads, config.index_head_dim
     q: Any = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
     q = rotate_heads(q, positions, layer_frequencies(config, ratio))
@@ -44,17 +44,22 @@ def index_scores(
     record(taps, f"{name}.q", q)
     weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
     record(taps, f"{name}.weights", weights)
-    keys = row_values(keys, INDEX_KEY, jnp.float32)
-    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
+    return q, weights
+
+
+def key_scores(q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array) -> Float32[Array, "B T S"]:
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes."""
+    values = row_values(keys, INDEX_KEY, jnp.float32)
+    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def candidate_mask(
+def candidate_blocks(
     scores: Float32[Array, "B T S"], first: Int[Array, "B T"], count: Int[Array, "B T"], block: int, keep: int
-) -> Bool[Array, "B T S"]:
-    """Entries of the ``keep`` best blocks; a block scores its best entry, and the newest visible block is pinned.
+) -> Int[Array, "B T keep"]:
+    """Numbers of the ``keep`` best blocks of ``block`` entries, ascending, -1 behind them.
 
-    scores: causally masked with -inf. The mask may hold entries of the pinned block that are not visible yet.
+    scores: causally masked with -inf. A block scores its best entry, and the newest visible entry's is among them in any case.
     """
     size = scores.shape[-1]
     blocks = -(-size // block)
@@ -63,9 +68,57 @@ def candidate_mask(
     index = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     newest = (first + count - 1) // block
     best = jnp.where((index == newest[..., None]) & (count > 0)[..., None], jnp.inf, best)
-    value, chosen = lax.top_k(best, min(keep, blocks))
-    kept = ids_to_mask(jnp.where(value > -jnp.inf, chosen, -1), blocks)
+    return select(best, keep)
+
+
+def block_mask(blocks: Int[Array, "B T keep"], size: int, block: int) -> Bool[Array, "B T S"]:
+    """Entries of ``blocks``, of which some may not be visible yet."""
+    kept = ids_to_mask(blocks, -(-size // block))
     return jnp.repeat(kept, block, axis=-1)[..., :size]
+
+
+def selection(
+    q: Float[Array, "B T H KI"],
+    weights: Float[Array, "B T H"],
+    keys: Array,
+    first: Int[Array, "B T"],
+    count: Int[Array, "B T"],
+    pool: Int[Array, "B T n"] | None,
+    *,
+    k: int,
+    keep: int,
+    block: int,
+    taps: Taps | None = None,
+    name: str = "",
+) -> tuple[Int[Array, "B T k"], Int[Array, "B T keep"] | None, Float32[Array, "B T S"]]:
+    """Selected entries, candidate blocks (None where ``keep`` is 0) and all scores, unmasked (§7).
+
+    pool: the blocks that the selection is restricted to, None for none.
+    """
+    scores = key_scores(q, weights, keys)
+    size = scores.shape[-1]
+    masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
+    record(taps, f"{name}.scores", masked)
+    blocks = None
+    if keep:
+        blocks = candidate_blocks(masked, first, count, block, keep)
+        record(taps, f"{name}.candidates", block_mask(blocks, size, block))
+    if pool is not None:
+        masked = jnp.where(block_mask(pool, size, block), masked, -jnp.inf)
+        record(taps, f"{name}.scores_masked", masked)
+    ids = select(masked, k)
+    record(taps, f"{name}.topk", ids)
+    return ids, blocks, scores
+
+
+def picked_scores(
+    q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, ids: Int[Array, "B T k"]
+) -> Float32[Array, "B T k"]:
+    """`key_scores` of the entries that ``ids`` names alone; -1 reads entry 0."""
+    rows = jnp.take_along_axis(keys[:, None], jnp.maximum(ids, 0)[..., None], axis=2)
+    values = row_values(rows, INDEX_KEY, jnp.float32)
+    dots = jnp.einsum("bthk,btnk->bthn", q.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("bthn,bth->btn", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
@@ -86,16 +139,16 @@ def ids_to_mask(ids: Int[Array, "B T k"], size: int) -> Bool[Array, "B T S"]:
 
 
 def index_kl(
-    student: Float32[Array, "B T S"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
+    picked: Float32[Array, "B T k"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
 ) -> Float32[Array, ""]:
     """KL from the attention's own mass over the selected entries to the indexer's softmax over them (training §4.3).
 
+    picked: the indexer's scores of the selected entries.
     mass: attention probability of each selected entry summed over heads, with window and sink in the denominator.
     Averaged over live queries with two candidates or more.
     """
     valid = ids >= 0
     rows = live & (jnp.sum(valid, axis=-1) > 1)
-    picked = jnp.take_along_axis(student, jnp.maximum(ids, 0), axis=-1)
     log_q = jax.nn.log_softmax(jnp.where(valid, picked, -1e30), axis=-1)
     mass = jnp.where(valid, lax.stop_gradient(mass), 0.0)
     p = mass / jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), 1e-30)

@@ -6,6 +6,7 @@ functions here.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv41 import attention, compress, indexer
 from dsv41.config import ModelConfig
-from dsv41.layout import Layout, causal_mask, visible_entries
+from dsv41.layout import Layout, visible_entries
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan
-from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant, pack_rows
+from kernels_pallas import registry
+from kernels_pallas.index_topk.api import index_topk
 
 
 @struct.dataclass
@@ -28,7 +31,7 @@ class Shared:
     """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
-    ``[B, S, KI]``: values, or the bytes that the cache stores.
+    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]`` are entries, pool ``[B, T, keep]`` blocks.
     """
 
     main_kv: jax.Array | None = None
@@ -102,27 +105,34 @@ def choose(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
-) -> tuple[Shared, Float32[Array, "B T S"]]:
-    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7)."""
+) -> tuple[Shared, Float32[Array, "B T k"]]:
+    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7).
+
+    Also the scores of what is selected, for the indexer's loss.
+    """
     name = f"layers.{plan.layer}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
     detached = lax.stop_gradient((x, latent_q))
-    scores = indexer.index_scores(
-        *detached, shared.index_k, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
-    )
-    first, count = visible_entries(layout, plan.ratio)
-    masked = jnp.where(causal_mask(first, count, scores.shape[-1]), lax.stop_gradient(scores), -jnp.inf)
-    record(taps, f"{name}.scores", masked)
-    if plan.pool == "publishes":
-        pool = indexer.candidate_mask(masked, first, count, config.candidate_block_size, config.candidate_topk_blocks)
-        record(taps, f"{name}.candidates", pool)
-        shared = replace(shared, pool=pool)
-    if plan.pool == "consumes":
-        masked = jnp.where(shared.pool, masked, -jnp.inf)
-        record(taps, f"{name}.scores_masked", masked)
-    ids = indexer.select(masked, config.index_topk)
-    record(taps, f"{name}.topk", ids)
-    return replace(shared, ids=ids), scores
+    queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
+    seen = visible_entries(layout, plan.ratio)
+    pool = shared.pool if plan.pool == "consumes" else None
+    keep = config.candidate_topk_blocks if plan.pool == "publishes" else 0
+    options = {"k": config.index_topk, "keep": keep, "block": config.candidate_block_size}
+    form = partial(stored_keys, on=policy.quantize_index)
+    arrays = (*queries, jax.eval_shape(form, shared.index_k), *seen, None, pool)
+    if taps is None and registry.choose("index_topk", "auto", *arrays, **options).impl != "reference":
+        fixed = lax.stop_gradient((*queries, form(shared.index_k)))
+        ids, blocks = index_topk(*fixed, *seen, pool=pool, **options)
+        picked = indexer.picked_scores(*queries, shared.index_k, ids)
+    else:
+        ids, blocks, scores = indexer.selection(*queries, shared.index_k, *seen, pool, **options, taps=taps, name=name)
+        picked = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+    return replace(shared, ids=ids, pool=blocks if keep else shared.pool), picked
+
+
+def stored_keys(keys: Array, on: bool) -> Array:
+    """Index keys as bytes, where they are quantised but held as values, as in a full sequence."""
+    return pack_rows(keys, INDEX_KEY) if on and keys.dtype != jnp.uint8 else keys
 
 
 def read(
@@ -166,12 +176,12 @@ def whole_row(
         positions = compress.group_positions(layout.positions, plan.ratio)
         entries, keys = publish(latent, positions, params, plan, config, policy, taps)
         shared = replace(shared, main_kv=entries, index_k=keys)
-    scores = None
+    picked = None
     if plan.selects:
-        shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
+        shared, picked = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
     core = lambda q: attention.attend(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
     kl = jnp.zeros((), jnp.float32)
-    if scores is not None and mass is not None:
-        kl = indexer.index_kl(scores, mass, shared.ids, layout.live)
+    if picked is not None and mass is not None:
+        kl = indexer.index_kl(picked, mass, shared.ids, layout.live)
     return y, shared, kl

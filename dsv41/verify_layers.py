@@ -8,6 +8,7 @@ import numpy as np
 
 from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
+from dsv41.indexer import select
 from dsv41.model import embed, make_tokens, record_draft_input, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
@@ -15,7 +16,7 @@ from dsv41.plan import LayerPlan, layer_plans
 from dsv41.site import Shared
 
 
-def _shared(want: dict[str, jax.Array], plan: LayerPlan) -> Shared:
+def _shared(want: dict[str, jax.Array], plan: LayerPlan, config: ModelConfig) -> Shared:
     """What earlier layers published, as recorded; the layer itself replaces what it owns."""
     if plan.ratio == 0:
         return Shared()
@@ -24,8 +25,16 @@ def _shared(want: dict[str, jax.Array], plan: LayerPlan) -> Shared:
         main_kv=want[name(plan.kv_source, "attn.main_kv")],
         index_k=want[name(plan.kv_source, "indexer.k")],
         ids=want[name(plan.index_source, "indexer.topk")],
-        pool=want[name(plan.kv_source, "indexer.candidates")] if plan.pool == "consumes" else None,
+        pool=_blocks(want[name(plan.kv_source, "indexer.candidates")], config) if plan.pool == "consumes" else None,
     )
+
+
+def _blocks(mask: jax.Array, config: ModelConfig) -> jax.Array:
+    """The blocks that a mask of entries is made of."""
+    block = config.candidate_block_size
+    padded = jnp.pad(mask, ((0, 0), (0, 0), (0, -mask.shape[2] % block)))
+    kept = padded.reshape(*mask.shape[:2], -1, block).any(axis=-1)
+    return select(jnp.where(kept, 0.0, -jnp.inf), config.candidate_topk_blocks)
 
 
 @partial(jax.jit, static_argnames=("config", "policy"))
@@ -35,7 +44,7 @@ def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str
     tokens = make_tokens(ids, jnp.ones_like(ids), None, token_map, config)
     streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        block(streams, pre, layer, plan, _shared(want, plan), tokens, config, policy, taps)
+        block(streams, pre, layer, plan, _shared(want, plan, config), tokens, config, policy, taps)
         streams, pre = want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"]
     record_draft_input(taps, config)
     record(taps, "logits", unembed(params, streams, pre, config, taps))

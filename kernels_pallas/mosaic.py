@@ -9,6 +9,8 @@ from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
 
 def store(ref: Any, value: Any) -> None:
     """Writes registers as they lie; jax 0.12 refuses by default what is not the widest transfer to its place."""
@@ -19,21 +21,20 @@ def store(ref: Any, value: Any) -> None:
         own(ref, value, optimized=False)
 
 
-# Blocks of PTX in a kernel.
-
-
 def inline(refs: Sequence[Any], numbers: Sequence[Any], kinds: Sequence[Any] | None = None) -> Any:
     """Runs the PTX that the decorated function gives: ``(refs, registers of numbers) -> (text, operands)``.
 
     kinds: of the references, plain ones where None.
     """
-    types = ([plgpu.RefType() for _ in refs] if kinds is None else list(kinds), [plgpu.Layout.WG_SPLAT(()) for _ in numbers])
+    types = ([plgpu.RefType() for _ in refs] if kinds is None else list(kinds), [SCALAR for _ in numbers])
+    place: Any = plgpu.inline_mgpu(arg_types=types)
 
-    def decorate(function: Any) -> Any:
+    def decorate(function: Any) -> None:
         def build(ctx: Any, refs: Any, numbers: Any) -> None:
-            assembly(*function(refs, [array.registers.item() for array in numbers]), [])
+            ptx, operands = function(refs, [array.registers.item() for array in numbers])
+            assembly(ptx, operands, [])
 
-        return plgpu.inline_mgpu(arg_types=types)(build)(list(refs), list(numbers))
+        place(build)(list(refs), list(numbers))
 
     return decorate
 
@@ -55,13 +56,13 @@ def shared_address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
 
-def global_address(ref: ir.Value, number: ir.Value | None = None, words: int = 1) -> ir.Value:
-    """64-bit global address of a reference, plus ``number`` times ``words`` 32-bit words."""
+def global_address(ref: ir.Value, *steps: tuple[ir.Value, int]) -> ir.Value:
+    """64-bit global address of a reference, plus each number times so many 32-bit words."""
     wide = ir.IntegerType.get_signless(64)
-    base = llvm.ptrtoint(wide, utils.memref_ptr(ref))
-    if number is None:
-        return base
-    return arith.addi(base, arith.muli(arith.extsi(wide, number), mgpu.c(4 * words, wide)))
+    address = llvm.ptrtoint(wide, utils.memref_ptr(ref))
+    for number, words in steps:
+        address = arith.addi(address, arith.muli(arith.extsi(wide, number), mgpu.c(4 * words, wide)))
+    return address
 
 
 def thread_number() -> ir.Value:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 Impl = Literal["auto", "reference", "gpu", "tpu"]
-OPS = ("mega_mhc", "sparse_attention")
+OPS = ("index_topk", "mega_mhc", "sparse_attention")
 _BACKENDS = {"gpu": "gpu", "tpu": "tpu"}  # kernel -> the backend that it is for
 _log = logging.getLogger(__name__)
 

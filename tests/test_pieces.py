@@ -10,7 +10,7 @@ from dsv41 import mhc
 from dsv41.attention import attend
 from dsv41.config import preset
 from dsv41.hashing import hash_rows, hash_rows_host, lookback, table_hashes
-from dsv41.indexer import candidate_mask, ids_to_mask, index_kl, select
+from dsv41.indexer import block_mask, candidate_blocks, ids_to_mask, index_kl, select
 from dsv41.layout import make_layout
 from dsv41.moe import grouped_experts, route
 from dsv41.numerics import rms_norm, sink_softmax, swiglu
@@ -247,8 +247,8 @@ def test_candidate_pool_vector():
     scores = jnp.array([5.0, 0, 0, 0, 9, 1, 1, 1, 7, 2, 2, 2, -3, 8])
     for visible, want in ((1, range(4)), (5, range(8)), (12, range(4, 12)), (13, [4, 5, 6, 7, 12, 13])):
         masked = jnp.where(jnp.arange(14) < visible, scores, -jnp.inf)[None, None]
-        mask = candidate_mask(masked, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), visible, jnp.int32), 4, 2)
-        assert np.flatnonzero(mask[0, 0]).tolist() == list(want)
+        blocks = candidate_blocks(masked, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), visible, jnp.int32), 4, 2)
+        assert np.flatnonzero(block_mask(blocks, 14, 4)[0, 0]).tolist() == list(want)
 
 
 @pytest.mark.pitfall("B5", "B6", "L8")
@@ -266,9 +266,9 @@ def test_selection_ties_and_exact_counts():
 def test_index_kl_is_zero_at_the_teacher_and_ignores_short_rows():
     mass = jnp.array([[[0.3, 0.1], [0.5, 0.0]]])
     ids = jnp.array([[[0, 2], [1, -1]]], jnp.int32)
-    student = jnp.log(jnp.array([[[0.75, 9.0, 0.25], [1.0, 1.0, 1.0]]]))
-    assert float(index_kl(student, mass, ids, jnp.ones((1, 2), bool))) == pytest.approx(0, abs=1e-6)
-    assert float(index_kl(student * 2, mass, ids, jnp.ones((1, 2), bool))) > 1e-3
+    picked = jnp.log(jnp.array([[[0.75, 0.25], [1.0, 1.0]]]))
+    assert float(index_kl(picked, mass, ids, jnp.ones((1, 2), bool))) == pytest.approx(0, abs=1e-6)
+    assert float(index_kl(picked * 2, mass, ids, jnp.ones((1, 2), bool))) > 1e-3
 
 
 @pytest.mark.pitfall("L7")

@@ -1,22 +1,27 @@
 """From stored index keys to the first operand of a matrix product, and from its result to scores, in PTX.
 
-A key's 128 channels are four groups of 32 E2M1 codes with an E8M0 scale each. A thread takes a quarter, one group, of two keys: of a
-word of eight codes the pairs (i, i + 4) become two fp16 numbers at once, sign and magnitude bits moved to their places (code 0eem is
-the fp16 number with those bits at its exponent's low end, times 2**14) and multiplied by the group's scale over the key's largest.
-Those values are exact where the scales of a key differ by 2**23 at most. The largest scale itself multiplies the score at the end.
+A key's 128 channels are four groups of 32 E2M1 codes with an E8M0 scale each. A thread takes a quarter, one group, of two keys:
+of a word of eight codes the pairs (i, i + 4) become two fp16 numbers at once, sign and magnitude bits moved to their places
+(code 0eem is the fp16 number with those bits at its exponent's low end, times 2**14) and multiplied by the group's scale over
+the key's largest. Those values are exact where the scales of a key differ by 2**23 at most. The largest scale itself multiplies
+the score at the end.
 
-Channels may be in any order that queries share, so a thread's codes stay where they are: `CHANNELS` is that order.
+Channels may be in any order that queries share, so a thread's codes stay where they are: `channel` gives that order.
 """
 
-import numpy as np
+from typing import Any
 
 WIDTH, ROW = 128, 68  # channels and bytes of a key
 TILE, WARP = 64, 16  # keys of a tile, and of one of the four warps that take it
 BLOCK = 8  # entries of a candidate block
 WARP_BYTES = WARP * ROW
 HEADS = 32
-_i, _h, _j, _c, _b = np.meshgrid(*(np.arange(n) for n in (4, 2, 2, 4, 2)), indexing="ij")
-CHANNELS = (32 * _c + 8 * _i + 4 * _b + 2 * _h + _j).reshape(-1)
+
+
+def channel(place: Any) -> Any:
+    """Which channel of a query is at a place 0 .. 127 of the product's sum."""
+    word, half, pair, group, side = place >> 5, (place >> 4) & 1, (place >> 3) & 1, (place >> 1) & 3, place & 1
+    return 32 * group + 8 * word + 4 * side + 2 * half + pair
 
 
 def block(lines: list[str], words: list[str] = [], other: str = "") -> str:  # noqa: B006
@@ -100,10 +105,10 @@ def unpack() -> str:
 
 
 def prepare_query(wide: bool, wide_weights: bool) -> str:
-    """A warpgroup writes a query's 32 heads as the product's second operand, each head brought to 2**14 .. 2**15, and its weights.
+    """A warpgroup writes a query's 32 heads as the product's second operand, each head brought to 2**14 .. 2**15, and weights.
 
     Operands: $0 global address of the query ``[32, 128]``, $1 of its weights ``[32]`` (float32 where ``wide``, else bfloat16), $2
-    shared address of its 32 rows (128-byte swizzle, in the order of `CHANNELS`), $3 of its 32 float32 weights, $4 the thread's
+    shared address of its 32 rows (128-byte swizzle, in the order of `channel`), $3 of its 32 float32 weights, $4 the thread's
     number in the warpgroup. A weight takes what its head was divided by, and a half.
     """
     lines = ["shr.u32 n, $4, 2; and.b32 c, $4, 3;"]
@@ -144,12 +149,12 @@ def prepare_query(wide: bool, wide_weights: bool) -> str:
 
 
 def finish(size: int, pool: bool) -> str:
-    """One query's scores of a tile, and the largest of each block of 8 of them.
+    """One query's scores of a tile, and the largest of each block of 8 of them, +inf for the newest visible entry's.
 
     Operands: $0-$15 the product's registers, $16 and $17 the keys' scales (float32), $18 shared address of the weights, $19 and
     $20 the query's first visible entry and how many there are, $21 first place of the warp's 16 keys, $22 lane, $23 global
-    address of the query's scores ``[size]``, $24 of its blocks' maxima, $25 (``pool``) of its blocks' numbers; where there are none
-    an entry's number is its place. What is not visible scores -inf.
+    address of the query's ``size`` scores, a multiple of 64, $24 of its blocks' maxima, $25 (``pool``) of its
+    blocks' numbers; where there are none an entry's number is its place. What is not visible scores -inf.
     """
     lines = ["and.b32 c, $22, 3; mad.lo.u32 a, c, 8, $18; mov.f32 s0, 0f00000000; mov.f32 s1, 0f00000000;"]
     for column in range(4):
@@ -177,6 +182,9 @@ def finish(size: int, pool: bool) -> str:
     lines += [
         "selp.f32 v, v, 0fFF800000, live; mad.wide.u32 m, e, 4, $23; @p st.global.f32 [m + 0], v;",
         *(f"shfl.sync.bfly.b32 t|q, v, {step}, 31, -1; max.f32 v, v, t;" for step in (4, 8, 16)),
+        # A query is not restricted to blocks while it looks for them, so a block has its place for its number.
+        "add.u32 x, $19, $20; sub.u32 x, x, 1; shr.u32 x, x, 3; setp.eq.u32 q, x, b; setp.gt.and.s32 q, $20, 0, q;",
+        "selp.f32 v, 0f7F800000, v, q;",
         "setp.eq.and.u32 p, r, 0, p; mad.wide.u32 m, b, 4, $24; @p st.global.f32 [m + 0], v;",
     ]
     return block(

@@ -1,12 +1,15 @@
 """The instructions by which one CTA picks the k best of a slice of scores, in PTX.
 
-Scores become keys that are smaller for better ones, `key = s >= 0 ? bits ^ 0x7FFFFFFF : bits`. Up to three passes count digits of
-the keys in shared memory, 11, 11 and 10 bits from the top; each narrows the k-th best key down to one digit more, and ends the
-search where everything that shares the digits found is among the best. A last pass numbers the chosen ones by a prefix sum over the
-threads, of which each has consecutive scores: so the result is in ascending order, does not depend on the order in which threads
-run, and takes the lowest indices of those that tie.
+Scores become keys that are smaller for better ones, `key = s >= 0 ? bits ^ 0x7FFFFFFF : bits`. Up to three passes count digits
+of the keys in shared memory, 11, 11 and 10 bits from the top; each narrows the k-th best key down to one digit more, and ends
+the search where everything that shares the digits found is among the best. A last pass numbers the chosen ones by a prefix sum
+over the threads, of which each has consecutive scores: so the result is in ascending order, does not depend on the order in
+which threads run, and takes the lowest indices of those that tie.
 """
 
+from typing import Literal
+
+Names = Literal["places", "ids", "blocks"]
 BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and width of each pass
 _NONE = 0xFF800000  # the key of -inf; everything finite is below
@@ -39,17 +42,21 @@ def _before(value: str) -> list[str]:
     ]
 
 
-def _load(threads: int, each: int, carried: bool) -> list[str]:
+def _load(threads: int, each: int, names: Names) -> list[str]:
     lines = [f"mul.lo.u32 i0, tid, {each}; sub.s32 left, count, i0; mad.wide.u32 a, i0, 4, source;"]
-    if carried:
+    if names == "ids":
         lines.append("mad.wide.u32 b, i0, 4, ids;")
+    if names == "blocks":
+        lines.append("shr.u32 got, i0, 3; mad.wide.u32 b, got, 4, ids; and.b32 rest, i0, 7;")
     for e in range(0, each, 4):
         keys, ids = (", ".join(f"{name}{e + j}" for j in range(4)) for name in ("x", "id"))
         lines += [f"mov.b32 x{e + j}, -1;" for j in range(4)]
         lines.append(f"setp.gt.s32 p, left, {e}; @p ld.global.nc.v4.b32 {{{keys}}}, [a + {4 * e}];")
-        if carried:
+        if names == "ids":
             lines += [f"mov.b32 id{e + j}, -1;" for j in range(4)]
             lines.append(f"@p ld.global.nc.v4.b32 {{{ids}}}, [b + {4 * e}];")
+        if names == "blocks" and e % 8 == 0:
+            lines.append(f"@p ld.global.nc.b32 id{e}, [b + {e // 2}];")
     for e in range(each):
         if e % 4:
             lines.append(f"setp.gt.s32 p, left, {e}; @!p mov.b32 x{e}, -1;")
@@ -99,7 +106,7 @@ def _pass(number: int, threads: int, each: int) -> list[str]:
     return lines
 
 
-def _compact(threads: int, each: int, k: int, carried: bool, scores: bool) -> list[str]:
+def _compact(threads: int, each: int, k: int, names: Names, scores: bool) -> list[str]:
     lines = ["mov.b32 sum, 0;"]
     for e in range(each):
         lines.append(
@@ -113,16 +120,19 @@ def _compact(threads: int, each: int, k: int, carried: bool, scores: bool) -> li
     for e in range(each):
         lines.append(f"setp.lt.u32 p, x{e}, bound; setp.eq.u32 q, x{e}, bound; setp.lt.and.u32 r, prefix, ties, q;")
         lines.append("@q add.u32 prefix, prefix, 1; or.pred p, p, r; mad.wide.u32 a, next, 4, chosen;")
-        if carried:
-            lines.append(f"@p st.global.b32 [a + 0], id{e};")
+        if names == "ids":
+            lines.append(f"mov.b32 got, id{e};")
+        elif names == "blocks":
+            lines.append(f"mad.lo.u32 got, id{e - e % 8}, 8, rest; add.u32 got, got, {e % 8};")
         else:
-            lines.append(f"add.u32 got, i0, {e}; add.u32 got, got, first; @p st.global.b32 [a + 0], got;")
+            lines.append(f"add.u32 got, i0, {e}; add.u32 got, got, first;")
+        lines.append("@p st.global.b32 [a + 0], got;")
         if scores:
             lines.append(f"shr.s32 got, x{e}, 31; not.b32 got, got; and.b32 got, got, 0x7FFFFFFF; xor.b32 got, x{e}, got;")
             lines.append("mad.wide.u32 b, next, 4, best; @p st.global.b32 [b + 0], got;")
         lines.append("@p add.u32 next, next, 1;")
     lines.append(f"mov.b32 next, tid; mov.b32 got, -1; mov.b32 bound, {_NONE:#x};")
-    for start in range(0, k, threads):
+    for _start in range(0, k, threads):
         lines.append(f"setp.ge.u32 p, next, need; setp.lt.and.u32 p, next, {k}, p;")
         lines.append("mad.wide.u32 a, next, 4, chosen; @p st.global.b32 [a + 0], got;")
         if scores:
@@ -131,23 +141,24 @@ def _compact(threads: int, each: int, k: int, carried: bool, scores: bool) -> li
     return lines
 
 
-def program(threads: int, each: int, k: int, carried: bool, scores: bool) -> str:
-    """PTX that picks the ``k`` best of a slice of ``threads * each`` scores.
+def program(threads: int, each: int, k: int, names: Names, scores: bool) -> str:
+    """PTX that picks the ``k`` best of a slice of ``threads * each`` scores, ``each`` 4 or a multiple of 8.
 
     Operands: $0 scores (global address, 16-byte aligned), $1 how many there are, $2 `SCRATCH_BYTES` of shared memory (address),
-    $3 the thread's number, $4 where ids go (global address), $5 their ids (``carried``: global address) or the first one's,
-    $6 where the scores go (with ``scores``). What is missing of k gets id -1 and score -inf; a score of -inf is never chosen.
+    $3 the thread's number, $4 where ids go (global address), $5 what the scores are called: the first one's number ("places"),
+    the address of everyone's ("ids"), or of those of blocks of 8 ("blocks"); $6 where the scores go (with ``scores``). What is
+    missing of k gets id -1 and score -inf; a score of -inf is never chosen.
     """
     own = BINS // threads
     lines = [
         "mov.b64 source, $0; mov.b32 count, $1; mov.b32 shared, $2; mov.b32 tid, $3; mov.b64 chosen, $4;",
-        "mov.b64 ids, $5;" if carried else "mov.b32 first, $5;",
+        "mov.b32 first, $5;" if names == "places" else "mov.b64 ids, $5;",
         "mov.b64 best, $6;" if scores else "",
         "and.b32 lane, tid, 31; shr.u32 warp, tid, 5; setp.eq.u32 last, lane, 31;",
         f"setp.lt.u32 some, lane, {threads // 32}; mov.b32 zero, 0;",
         f"add.u32 totals, shared, {_WARP_TOTALS}; mad.lo.u32 every, lane, 4, totals; mad.lo.u32 totals, warp, 4, totals;",
         f"add.u32 found, shared, {_FOUND}; mad.lo.u32 mine, tid, {4 * own}, shared;",
-        *_load(threads, each, carried),
+        *_load(threads, each, names),
     ]
     step = min(own, 4)
     lines += [f"st.shared.v{step}.b32 [mine + {4 * at}], {{{', '.join(['zero'] * step)}}};" for at in range(0, own, step)]
@@ -156,12 +167,28 @@ def program(threads: int, each: int, k: int, carried: bool, scores: bool) -> str
     for number in range(len(_DIGITS)):
         lines += _pass(number, threads, each)
     lines.append("COMPACT:")
-    lines += _compact(threads, each, k, carried, scores)
+    lines += _compact(threads, each, k, names, scores)
     # The scratch may be used again.
     lines.append("bar.sync 0;")
-    words = ["count", "shared", "tid", "first", "lane", "warp", "zero", "totals", "every", "found", "mine", "i0", "left", "got"]
+    words = [
+        "rest",
+        "count",
+        "shared",
+        "tid",
+        "first",
+        "lane",
+        "warp",
+        "zero",
+        "totals",
+        "every",
+        "found",
+        "mine",
+        "i0",
+        "left",
+        "got",
+    ]
     words += ["incl", "excl", "all", "sum", "need", "prefix", "digit", "next", "bound", "ties"]
     words += [f"x{e}" for e in range(each)] + [f"h{j}" for j in range(own)]
-    words += [f"id{e}" for e in range(each)] if carried else []
+    words += [f"id{e}" for e in range(each)] if names != "places" else []
     declared = f".reg .b32 {', '.join(words)}; .reg .b64 source, chosen, ids, best, a, b; .reg .pred p, q, r, last, some;"
     return "{ " + declared + "\n" + "\n".join(line for line in lines if line) + "\n}"

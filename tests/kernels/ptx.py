@@ -165,6 +165,7 @@ class Cta:
             self._set(args[0], ~self._value(args[1]), where)
         elif op in ("shl", "shr"):
             a, count = self._value(args[1], kind.replace("b", "u")), self._value(args[2])
+            count = count.astype(a.dtype)
             self._set(args[0], (a << count if op == "shl" else a >> count).view(np.uint32), where)
         elif op == "mad":
             kind = "u64" if "wide" in parts else "u32"
