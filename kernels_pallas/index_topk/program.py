@@ -13,9 +13,17 @@ Names = Literal["places", "ids", "blocks"]
 BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and width of each pass
 _NONE = 0xFF800000  # the key of -inf; everything finite is below
-_WARP_TOTALS = 4 * BINS
-_FOUND = _WARP_TOTALS + 4 * 32
-SCRATCH_BYTES = _FOUND + 16
+
+
+def _layout(k: int) -> tuple[int, int, int]:
+    """Where in shared memory warps' totals and what a pass finds are, after the bins and later the chosen ones; its size."""
+    totals = max(4 * BINS, 8 * k)
+    return totals, totals + 4 * 32, totals + 4 * 32 + 16
+
+
+def scratch_bytes(k: int) -> int:
+    """Shared memory that `program` needs."""
+    return _layout(k)[2]
 
 
 def _scan(value: str, width: int = 32) -> list[str]:
@@ -57,10 +65,10 @@ def _load(threads: int, each: int, names: Names) -> list[str]:
             lines.append(f"@p ld.global.nc.v4.b32 {{{ids}}}, [b + {4 * e}];")
         if names == "blocks" and e % 8 == 0:
             lines.append(f"@p ld.global.nc.b32 id{e}, [b + {e // 2}];")
-    for e in range(each):
-        if e % 4:
-            lines.append(f"setp.gt.s32 p, left, {e}; @!p mov.b32 x{e}, -1;")
-        lines.append(f"shr.s32 got, x{e}, 31; not.b32 got, got; and.b32 got, got, 0x7FFFFFFF; xor.b32 x{e}, x{e}, got;")
+    lines.append(f"setp.ge.s32 p, count, {threads * each}; @p bra WHOLE;")
+    lines += [f"setp.gt.s32 p, left, {e}; @!p mov.b32 x{e}, -1;" for e in range(each) if e % 4]
+    lines.append("WHOLE:")
+    lines += [_flip(f"x{e}", f"x{e}") for e in range(each)]
     return lines
 
 
@@ -69,17 +77,14 @@ def _pass(number: int, threads: int, each: int) -> list[str]:
     own = BINS // threads
     lines = []
     for e in range(each):
-        if number == 0:
-            lines.append(f"setp.lt.u32 p, x{e}, {_NONE:#x};")
-        else:
+        if number:
             lines.append(f"shr.u32 got, x{e}, {shift + width}; setp.eq.u32 p, got, prefix;")
         if shift >= 2:
             lines.append(f"shr.u32 got, x{e}, {shift - 2};")
         else:
             lines.append(f"shl.b32 got, x{e}, {2 - shift};")
-        lines.append(
-            f"and.b32 got, got, {((1 << width) - 1) << 2:#x}; add.u32 got, got, shared; @p red.shared.add.u32 [got + 0], 1;"
-        )
+        lines.append(f"and.b32 got, got, {((1 << width) - 1) << 2:#x}; add.u32 got, got, shared;")
+        lines.append(f"{'@p ' if number else ''}red.shared.add.u32 [got + 0], 1;")
     lines.append("bar.sync 0;")
     step = min(own, 4)
     for at in range(0, own, step):
@@ -97,67 +102,86 @@ def _pass(number: int, threads: int, each: int) -> list[str]:
         )
     lines.append("bar.sync 0; ld.shared.v4.b32 {digit, excl, got, next}, [found + 0];")
     if number == 0:
-        lines.append(f"setp.eq.u32 p, digit, -1; mov.b32 bound, {_NONE:#x}; mov.b32 ties, 0; @p bra COMPACT;")
+        # Those of -inf have bins too; where the k-th is one of them, or there is none, everything finite is chosen.
+        lines.append(f"setp.ge.u32 p, digit, {_NONE >> shift}; mov.b32 bound, {_NONE:#x}; mov.b32 ties, 0; @p bra CLEAR;")
     lines.append(f"sub.u32 need, need, excl; shl.b32 prefix, prefix, {width}; or.b32 prefix, prefix, digit;")
     if shift:
-        lines.append(f"add.u32 bound, prefix, 1; shl.b32 bound, bound, {shift}; setp.eq.u32 p, got, need; @p bra COMPACT;")
+        lines.append(f"add.u32 bound, prefix, 1; shl.b32 bound, bound, {shift}; setp.eq.u32 p, got, need; @p bra CLEAR;")
     else:
         lines.append("mov.b32 bound, prefix; mov.b32 ties, need;")
     return lines
 
 
-def _compact(threads: int, each: int, k: int, names: Names, scores: bool) -> list[str]:
+def _compact(each: int, names: Names, scores: bool, ties: bool) -> list[str]:
+    """``need``: how many are chosen; their ids, and keys with ``scores``, in order in the place of the bins."""
     lines = ["mov.b32 sum, 0;"]
     for e in range(each):
-        lines.append(
-            f"setp.lt.u32 p, x{e}, bound; @p add.u32 sum, sum, 1; setp.eq.u32 q, x{e}, bound; @q add.u32 sum, sum, 0x10000;"
-        )
+        lines.append(f"setp.lt.u32 p, x{e}, bound; @p add.u32 sum, sum, 1;")
+        if ties:
+            lines.append(f"setp.eq.u32 q, x{e}, bound; @q add.u32 sum, sum, 0x10000;")
     lines += _before("sum")
     for whole, better, tied in (("all", "need", "got"), ("excl", "next", "prefix")):
         lines.append(f"and.b32 {better}, {whole}, 0xFFFF; shr.u32 {tied}, {whole}, 16;")
         lines.append(f"min.u32 got, {tied}, ties; add.u32 {better}, {better}, got;")
-    # need: how many there are; next: where this thread's first goes; prefix: ties before it.
+    # next: where this thread's first goes; prefix: ties before it.
+    size = 8 if scores else 4
+    lines.append(f"mad.lo.u32 next, next, {size}, shared;")
+    if names == "places":
+        lines.append("add.u32 rest, i0, first;")
     for e in range(each):
-        lines.append(f"setp.lt.u32 p, x{e}, bound; setp.eq.u32 q, x{e}, bound; setp.lt.and.u32 r, prefix, ties, q;")
-        lines.append("@q add.u32 prefix, prefix, 1; or.pred p, p, r; mad.wide.u32 a, next, 4, chosen;")
+        lines.append(f"setp.lt.u32 p, x{e}, bound;")
+        if ties:
+            lines.append(f"setp.eq.u32 q, x{e}, bound; setp.lt.and.u32 r, prefix, ties, q;")
+            lines.append("@q add.u32 prefix, prefix, 1; or.pred p, p, r;")
         if names == "ids":
             lines.append(f"mov.b32 got, id{e};")
         elif names == "blocks":
             lines.append(f"mad.lo.u32 got, id{e - e % 8}, 8, rest; add.u32 got, got, {e % 8};")
         else:
-            lines.append(f"add.u32 got, i0, {e}; add.u32 got, got, first;")
-        lines.append("@p st.global.b32 [a + 0], got;")
+            lines.append(f"add.u32 got, rest, {e};")
+        lines.append(f"@p st.shared.v2.b32 [next + 0], {{got, x{e}}};" if scores else "@p st.shared.b32 [next + 0], got;")
+        lines.append(f"@p add.u32 next, next, {size};")
+    return lines
+
+
+def _flip(key: str, score: str) -> str:
+    """The key of a score, or the score of a key."""
+    return f"shr.s32 got, {score}, 31; not.b32 got, got; and.b32 got, got, 0x7FFFFFFF; xor.b32 {key}, {score}, got;"
+
+
+def _write(threads: int, k: int, scores: bool) -> list[str]:
+    """Copies the chosen to where they go; -1 and -inf for what is missing."""
+    size = 8 if scores else 4
+    lines = ["bar.sync 0; mov.b32 next, tid;"]
+    for start in range(0, k, threads):
+        lines.append(f"mad.lo.u32 i0, next, {size}, shared; setp.lt.u32 p, next, need; setp.lt.u32 q, next, {k};")
+        lines.append(f"mov.b32 prefix, -1; mov.b32 bound, {_NONE:#x};")
+        lines.append("@p ld.shared.v2.b32 {prefix, bound}, [i0 + 0];" if scores else "@p ld.shared.b32 prefix, [i0 + 0];")
+        lines.append("mad.wide.u32 a, next, 4, chosen; @q st.global.b32 [a + 0], prefix;")
         if scores:
-            lines.append(f"shr.s32 got, x{e}, 31; not.b32 got, got; and.b32 got, got, 0x7FFFFFFF; xor.b32 got, x{e}, got;")
-            lines.append("mad.wide.u32 b, next, 4, best; @p st.global.b32 [b + 0], got;")
-        lines.append("@p add.u32 next, next, 1;")
-    lines.append(f"mov.b32 next, tid; mov.b32 got, -1; mov.b32 bound, {_NONE:#x};")
-    for _start in range(0, k, threads):
-        lines.append(f"setp.ge.u32 p, next, need; setp.lt.and.u32 p, next, {k}, p;")
-        lines.append("mad.wide.u32 a, next, 4, chosen; @p st.global.b32 [a + 0], got;")
-        if scores:
-            lines.append("mad.wide.u32 b, next, 4, best; @p st.global.b32 [b + 0], bound;")
-        lines.append(f"add.u32 next, next, {threads};")
+            lines.append(f"{_flip('bound', 'bound')} mad.wide.u32 b, next, 4, best; @q st.global.b32 [b + 0], bound;")
+        lines.append(f"add.u32 next, next, {threads};" if start + threads < k else "")
     return lines
 
 
 def program(threads: int, each: int, k: int, names: Names, scores: bool) -> str:
     """PTX that picks the ``k`` best of a slice of ``threads * each`` scores, ``each`` 4 or a multiple of 8.
 
-    Operands: $0 scores (global address, 16-byte aligned), $1 how many there are, $2 `SCRATCH_BYTES` of shared memory (address),
+    Operands: $0 scores (global address, 16-byte aligned), $1 how many there are, $2 `scratch_bytes` of shared memory (address),
     $3 the thread's number, $4 where ids go (global address), $5 what the scores are called: the first one's number ("places"),
     the address of everyone's ("ids"), or of those of blocks of 8 ("blocks"); $6 where the scores go (with ``scores``). What is
     missing of k gets id -1 and score -inf; a score of -inf is never chosen.
     """
     own = BINS // threads
+    totals, found, _ = _layout(k)
     lines = [
         "mov.b64 source, $0; mov.b32 count, $1; mov.b32 shared, $2; mov.b32 tid, $3; mov.b64 chosen, $4;",
         "mov.b32 first, $5;" if names == "places" else "mov.b64 ids, $5;",
         "mov.b64 best, $6;" if scores else "",
         "and.b32 lane, tid, 31; shr.u32 warp, tid, 5; setp.eq.u32 last, lane, 31;",
         f"setp.lt.u32 some, lane, {threads // 32}; mov.b32 zero, 0;",
-        f"add.u32 totals, shared, {_WARP_TOTALS}; mad.lo.u32 every, lane, 4, totals; mad.lo.u32 totals, warp, 4, totals;",
-        f"add.u32 found, shared, {_FOUND}; mad.lo.u32 mine, tid, {4 * own}, shared;",
+        f"add.u32 totals, shared, {totals}; mad.lo.u32 every, lane, 4, totals; mad.lo.u32 totals, warp, 4, totals;",
+        f"add.u32 found, shared, {found}; mad.lo.u32 mine, tid, {4 * own}, shared;",
         *_load(threads, each, names),
     ]
     step = min(own, 4)
@@ -166,28 +190,10 @@ def program(threads: int, each: int, k: int, names: Names, scores: bool) -> str:
     lines.append(f"bar.sync 0; mov.b32 prefix, 0; mov.b32 need, {k};")
     for number in range(len(_DIGITS)):
         lines += _pass(number, threads, each)
-    lines.append("COMPACT:")
-    lines += _compact(threads, each, k, names, scores)
-    # The scratch may be used again.
-    lines.append("bar.sync 0;")
-    words = [
-        "rest",
-        "count",
-        "shared",
-        "tid",
-        "first",
-        "lane",
-        "warp",
-        "zero",
-        "totals",
-        "every",
-        "found",
-        "mine",
-        "i0",
-        "left",
-        "got",
-    ]
-    words += ["incl", "excl", "all", "sum", "need", "prefix", "digit", "next", "bound", "ties"]
+    lines += [*_compact(each, names, scores, True), "bra WRITE;", "CLEAR:", *_compact(each, names, scores, False), "WRITE:"]
+    lines += _write(threads, k, scores)
+    words = ["rest", "count", "shared", "tid", "first", "lane", "warp", "zero", "totals", "every", "found", "mine", "i0", "left"]
+    words += ["got", "incl", "excl", "all", "sum", "need", "prefix", "digit", "next", "bound", "ties"]
     words += [f"x{e}" for e in range(each)] + [f"h{j}" for j in range(own)]
     words += [f"id{e}" for e in range(each)] if names != "places" else []
     declared = f".reg .b32 {', '.join(words)}; .reg .b64 source, chosen, ids, best, a, b; .reg .pred p, q, r, last, some;"

@@ -98,7 +98,7 @@ class _Level:
         return plgpu.kernel(
             body,
             out_type=(shape((rows * slices, k), jnp.int32), best),
-            scratch_types=(plgpu.SMEM((program.SCRATCH_BYTES // 4,), jnp.int32),),
+            scratch_types=(plgpu.SMEM((program.scratch_bytes(k) // 4,), jnp.int32),),
             grid=(rows * slices,),
             grid_names=("cta",),
             num_threads=self.slicing.threads // 128,

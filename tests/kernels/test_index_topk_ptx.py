@@ -31,7 +31,7 @@ def pick(scores, k, threads, each, names, count=None):
     memory[: len(scores)] = scores.view(np.uint32)
     memory[length : 2 * length] = called.view(np.uint32)
     out = 2 * length
-    shared = np.random.default_rng(0).integers(0, 1 << 32, program.SCRATCH_BYTES // 4 + 16, dtype=np.uint32)
+    shared = np.random.default_rng(0).integers(0, 1 << 32, program.scratch_bytes(k) // 4 + 16, dtype=np.uint32)
     source = 1000 if names == "places" else 4 * length
     operands = [0, count, 32, np.arange(threads), 4 * out, source, 4 * (out + k)]
     Cta(threads, memory, shared).run(program.program(threads, each, k, names, True), operands)
