@@ -47,10 +47,13 @@ def index_queries(
     return q, weights
 
 
-def key_scores(q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes."""
-    values = row_values(keys, INDEX_KEY, jnp.float32)
-    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
+def key_scores(
+    q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, dtype: Any = jnp.float32
+) -> Float32[Array, "B T S"]:
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes; dtype: of q and k."""
+    values, q = row_values(keys, INDEX_KEY, dtype), q.astype(dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    dots = jnp.einsum("bthk,bsk->bths", q, values, precision=precision, preferred_element_type=jnp.float32)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
@@ -88,14 +91,15 @@ def selection(
     k: int,
     keep: int,
     block: int,
+    dtype: Any = jnp.float32,
     taps: Taps | None = None,
     name: str = "",
 ) -> tuple[Int[Array, "B T k"], Int[Array, "B T keep"] | None, Float32[Array, "B T S"]]:
     """Selected entries, candidate blocks (None where ``keep`` is 0) and all scores, unmasked (§7).
 
-    pool: the blocks that the selection is restricted to, None for none.
+    pool: the blocks that the selection is restricted to, None for none; dtype: see `key_scores`.
     """
-    scores = key_scores(q, weights, keys)
+    scores = key_scores(q, weights, keys, dtype)
     size = scores.shape[-1]
     masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
     record(taps, f"{name}.scores", masked)

@@ -124,6 +124,19 @@ def cost(case: Case) -> tuple[int, int]:
     return keys + io, queries * seen * case.heads * case.width * 2
 
 
+def error(got: tuple, want: tuple) -> float:
+    """Share of the wanted ids and blocks that are not there."""
+    missing = total = 0
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, theirs = (a.reshape(-1, a.shape[-1]) for a in (mine, theirs))
+        found = jax.vmap(jnp.isin)(theirs, mine)
+        missing += int(jnp.sum((theirs >= 0) & ~found))
+        total += int(jnp.sum(theirs >= 0))
+    return missing / max(total, 1)
+
+
 def peers(case: Case) -> dict:
     """Other forms to time beside the kernel, of the op's signature."""
-    return {}
+    from kernels_pallas.index_topk.reference import run
+
+    return {"XLA, bf16": jax.jit(partial(run, dtype=jnp.bfloat16, **options(case)))}

@@ -193,9 +193,13 @@ def test_the_site_with_the_op_is_the_site_without(monkeypatch):
     x = jax.random.normal(keys[0], (1, 48, config.hidden_size))
     latent = jax.random.normal(keys[1], (1, 48, config.q_lora_rank))
     stored = fake_quant(jax.random.normal(keys[2], (1, 48 // plan.ratio, config.index_head_dim)), INDEX_KEY)
-    shared = site.Shared(index_k=stored)
-    attn = params.layers[plan.layer].attn
-    run = partial(site.choose, x, latent, attn, plan, shared, layout, config, policy, None)
+
+    def run():
+        def one(x, latent, stored, attn):
+            return site.choose(x, latent, attn, plan, site.Shared(index_k=stored), layout, config, policy, None)
+
+        return jax.jit(one)(x, latent, stored, params.layers[plan.layer].attn)
+
     want, scores = run()
     with monkeypatch.context() as patch:
         patch.setattr(site.registry, "choose", chosen)
