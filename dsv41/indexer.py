@@ -1,5 +1,6 @@
 """The indexer: keys, scores, the candidate pool and stable top-k, as pure functions (architecture §7)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from dsv41.params import IndexerParams
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
 
+Select = Callable[[Array, int], Array]  # `select` or what does the same
+PICKED_BYTES = 64 << 20  # of selected keys at once, as float32
+
 
 def index_keys(
     latent: Float[Array, "B S K"], positions: Int[Array, "B S"], params: IndexerParams, config: ModelConfig, ratio: int
@@ -23,6 +27,7 @@ def index_keys(
     return rotate(key, positions, layer_frequencies(config, ratio))
 
 
+@jax.named_scope("indexer")
 def index_queries(
     x: Float[Array, "B T D"],
     latent_q: Float[Array, "B T R"],
@@ -47,22 +52,32 @@ def index_queries(
     return q, weights
 
 
+@jax.named_scope("indexer")
 def key_scores(
     q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, dtype: Any = jnp.float32
 ) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes; dtype: of q and k."""
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked.
+
+    keys: values or stored bytes, ``[B, S, KI]`` for all queries or ``[B, T, S, KI]`` for each its own; dtype: of q and k.
+    """
     values, q = row_values(keys, INDEX_KEY, dtype), q.astype(dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    dots = jnp.einsum("bthk,bsk->bths", q, values, precision=precision, preferred_element_type=jnp.float32)
+    equation = "bthk,bsk->bths" if keys.ndim == 3 else "bthk,btsk->bths"
+    dots = jnp.einsum(equation, q, values, precision=precision, preferred_element_type=jnp.float32)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def candidate_blocks(
-    scores: Float32[Array, "B T S"], first: Int[Array, "B T"], count: Int[Array, "B T"], block: int, keep: int
-) -> Int[Array, "B T keep"]:
-    """Numbers of the ``keep`` best blocks of ``block`` entries, ascending, -1 behind them.
+    scores: Float32[Array, "B T S"],
+    first: Int[Array, "B T"],
+    count: Int[Array, "B T"],
+    block: int,
+    keep: int,
+    pick: Select | None = None,
+) -> Int[Array, "B T n"]:
+    """The ``keep`` best blocks, ascending, -1 behind them; a block scores its best entry, and the newest visible is pinned.
 
-    scores: causally masked with -inf. A block scores its best entry, and the newest visible entry's is among them in any case.
+    scores: causally masked with -inf. pick: in the place of `select`.
     """
     size = scores.shape[-1]
     blocks = -(-size // block)
@@ -71,13 +86,19 @@ def candidate_blocks(
     index = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     newest = (first + count - 1) // block
     best = jnp.where((index == newest[..., None]) & (count > 0)[..., None], jnp.inf, best)
-    return select(best, keep)
+    return (pick or select)(best, keep)
 
 
-def block_mask(blocks: Int[Array, "B T keep"], size: int, block: int) -> Bool[Array, "B T S"]:
-    """Entries of ``blocks``, of which some may not be visible yet."""
+def candidate_mask(blocks: Int[Array, "B T n"], block: int, size: int) -> Bool[Array, "B T S"]:
+    """Membership of each of ``size`` entries in the blocks; those of the pinned block may not be visible yet."""
     kept = ids_to_mask(blocks, -(-size // block))
     return jnp.repeat(kept, block, axis=-1)[..., :size]
+
+
+def candidate_entries(blocks: Int[Array, "B T n"], block: int) -> Int[Array, "B T m"]:
+    """Numbers of the blocks' entries, ascending, -1 behind them; the last may lie past the end."""
+    entries = blocks[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None, None]
+    return jnp.where(blocks[..., None] < 0, -1, entries).reshape(*blocks.shape[:2], -1)
 
 
 def selection(
@@ -91,42 +112,85 @@ def selection(
     k: int,
     keep: int,
     block: int,
+    gather: bool | None = None,
     dtype: Any = jnp.float32,
     taps: Taps | None = None,
     name: str = "",
-) -> tuple[Int[Array, "B T k"], Int[Array, "B T keep"] | None, Float32[Array, "B T S"]]:
-    """Selected entries, candidate blocks (None where ``keep`` is 0) and all scores, unmasked (§7).
+    pick: Select | None = None,
+) -> tuple[Int[Array, "B T k"], Int[Array, "B T keep"] | None, Float32[Array, "B T k"]]:
+    """Selected entries, candidate blocks (None where ``keep`` is 0) and the scores of what is selected (§7).
 
-    pool: the blocks that the selection is restricted to, None for none; dtype: see `key_scores`.
+    pool: the blocks that the selection is restricted to, None for none. gather: whether their keys are fetched and scored alone,
+    at a cost that does not grow with the context, or every key is scored; by shape if None. dtype: see `key_scores`.
+    pick: in the place of `select`.
     """
+    pick = pick or select
+    size = keys.shape[1]
+    if pool is not None:
+        gather = q.shape[1] * pool.shape[-1] * block <= size if gather is None else gather
+        if gather:
+            entries = candidate_entries(pool, block)
+            rows = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, size - 1))
+            scores = key_scores(q, weights, rows, dtype)
+            seen = (entries >= first[..., None]) & (entries < (first + count)[..., None])
+            places = pick(jnp.where(seen, lax.stop_gradient(scores), -jnp.inf), k)
+            ids = jnp.where(places < 0, -1, jnp.take_along_axis(entries, jnp.maximum(places, 0), axis=-1))
+            record(taps, f"{name}.topk", ids)
+            return ids, None, jnp.take_along_axis(scores, jnp.maximum(places, 0), axis=-1)
     scores = key_scores(q, weights, keys, dtype)
-    size = scores.shape[-1]
     masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
     record(taps, f"{name}.scores", masked)
     blocks = None
     if keep:
-        blocks = candidate_blocks(masked, first, count, block, keep)
-        record(taps, f"{name}.candidates", block_mask(blocks, size, block))
+        blocks = candidate_blocks(masked, first, count, block, keep, pick)
+        record(taps, f"{name}.candidates", candidate_mask(blocks, block, size))
     if pool is not None:
-        masked = jnp.where(block_mask(pool, size, block), masked, -jnp.inf)
+        masked = jnp.where(candidate_mask(pool, block, size), masked, -jnp.inf)
         record(taps, f"{name}.scores_masked", masked)
-    ids = select(masked, k)
+    ids = pick(masked, k)
     record(taps, f"{name}.topk", ids)
-    return ids, blocks, scores
+    return ids, blocks, jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
 
 
 def picked_scores(
     q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, ids: Int[Array, "B T k"]
 ) -> Float32[Array, "B T k"]:
-    """`key_scores` of the entries that ``ids`` names alone; -1 reads entry 0."""
-    rows = jnp.take_along_axis(keys[:, None], jnp.maximum(ids, 0)[..., None], axis=2)
-    values = row_values(rows, INDEX_KEY, jnp.float32)
-    dots = jnp.einsum("bthk,btnk->bthn", q.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
-    return jnp.einsum("bthn,bth->btn", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    """`key_scores` of the entries that ``ids`` names alone; -1 reads entry 0. Their keys are never all there at once."""
+
+    @jax.checkpoint
+    def part(queries: tuple[Array, Array, Array]) -> Array:
+        q, weights, ids = queries
+        return key_scores(q, weights, jax.vmap(lambda k, i: k[i])(keys, jnp.maximum(ids, 0)), operand_dtype(q, keys))
+
+    row = ids.shape[0] * ids.shape[2] * q.shape[3] * 4
+    return by_queries(part, (q, weights, ids), max(1, PICKED_BYTES // max(row, 1)))
+
+
+def operand_dtype(q: Array, keys: Array) -> Any:
+    """Of the operands of the product with the keys: bfloat16 where that holds both exactly."""
+    return jnp.bfloat16 if q.dtype == jnp.bfloat16 and keys.dtype in (jnp.uint8, jnp.bfloat16) else jnp.float32
+
+
+def by_queries(function: Callable[[Any], Any], queries: Any, at_once: int) -> Any:
+    """``function`` of arrays ``[B, T, ...]``, ``at_once`` queries or somewhat fewer at a time, one part after the other."""
+    batch, time = jax.tree.leaves(queries)[0].shape[:2]
+    if at_once >= time:
+        return function(queries)
+    chunks = -(-time // at_once)
+    size = -(-time // chunks)
+
+    def split(a: Array) -> Array:
+        padded = jnp.pad(a, ((0, 0), (0, chunks * size - time), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, size, *a.shape[2:]), 1, 0)
+
+    def join(a: Array) -> Array:
+        return jnp.moveaxis(a, 0, 1).reshape(batch, chunks * size, *a.shape[3:])[:, :time]
+
+    return jax.tree.map(join, lax.map(function, jax.tree.map(split, queries)))
 
 
 def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
-    """Ids of the ``min(k, S)`` best finite scores, ascending, -1 behind them; ties take the lowest index."""
+    """Ids of the ``min(k, S)`` best scores above -inf, ascending, -1 behind them; ties take the lowest index."""
     size = scores.shape[-1]
     value, ids = lax.top_k(scores, min(k, size))
     # The sentinel sorts behind every id.

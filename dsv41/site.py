@@ -31,7 +31,8 @@ class Shared:
     """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
-    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]`` are entries, pool ``[B, T, keep]`` blocks.
+    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
+    ``[B, T, n]``: numbers of candidate blocks, -1 behind them.
     """
 
     main_kv: jax.Array | None = None
@@ -105,10 +106,11 @@ def choose(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
+    gather: bool | None = None,
 ) -> tuple[Shared, Float32[Array, "B T k"]]:
     """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7).
 
-    Also the scores of what is selected, for the indexer's loss.
+    gather: see `indexer.selection`. Also the scores of what is selected, for the indexer's loss.
     """
     name = f"layers.{plan.layer}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
@@ -121,12 +123,14 @@ def choose(
     form = partial(stored_keys, on=policy.quantize_index)
     arrays = (*queries, jax.eval_shape(form, shared.index_k), *seen, None, pool)
     if taps is None and registry.choose("index_topk", "auto", *arrays, **options).impl != "reference":
+        if pool is not None and pool.shape[-1] * config.candidate_block_size >= shared.index_k.shape[1]:
+            pool = None  # Every visible block is in it.
         fixed = lax.stop_gradient((*queries, form(shared.index_k)))
         ids, blocks = index_topk(*fixed, *seen, pool=pool, **options)
         picked = indexer.picked_scores(*queries, shared.index_k, ids)
     else:
-        ids, blocks, scores = indexer.selection(*queries, shared.index_k, *seen, pool, **options, taps=taps, name=name)
-        picked = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+        options |= {"gather": gather, "taps": taps, "name": name}
+        ids, blocks, picked = indexer.selection(*queries, shared.index_k, *seen, pool, **options)
     return replace(shared, ids=ids, pool=blocks if keep else shared.pool), picked
 
 
@@ -179,7 +183,7 @@ def whole_row(
     picked = None
     if plan.selects:
         shared, picked = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
-    core = lambda q: attention.attend(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
+    core = lambda q: attention.attend_row(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
     kl = jnp.zeros((), jnp.float32)
     if picked is not None and mass is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
-from dsv41.indexer import select
+from dsv41.indexer import candidate_blocks
 from dsv41.model import embed, make_tokens, record_draft_input, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
@@ -21,20 +21,18 @@ def _shared(want: dict[str, jax.Array], plan: LayerPlan, config: ModelConfig) ->
     if plan.ratio == 0:
         return Shared()
     name = "layers.{}.{}".format
+    pool = None
+    if plan.pool == "consumes":
+        recorded = want[name(plan.kv_source, "indexer.candidates")]
+        none = jnp.zeros(recorded.shape[:2], jnp.int32)
+        scores = jnp.where(recorded, 0.0, -jnp.inf)
+        pool = candidate_blocks(scores, none, none, config.candidate_block_size, config.candidate_topk_blocks)
     return Shared(
         main_kv=want[name(plan.kv_source, "attn.main_kv")],
         index_k=want[name(plan.kv_source, "indexer.k")],
         ids=want[name(plan.index_source, "indexer.topk")],
-        pool=_blocks(want[name(plan.kv_source, "indexer.candidates")], config) if plan.pool == "consumes" else None,
+        pool=pool,
     )
-
-
-def _blocks(mask: jax.Array, config: ModelConfig) -> jax.Array:
-    """The blocks that a mask of entries is made of."""
-    block = config.candidate_block_size
-    padded = jnp.pad(mask, ((0, 0), (0, 0), (0, -mask.shape[2] % block)))
-    kept = padded.reshape(*mask.shape[:2], -1, block).any(axis=-1)
-    return select(jnp.where(kept, 0.0, -jnp.inf), config.candidate_topk_blocks)
 
 
 @partial(jax.jit, static_argnames=("config", "policy"))

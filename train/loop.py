@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
+from dsv41.files import write_text
 from dsv41.numerics import Policy
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
@@ -26,12 +27,14 @@ from train.optim.schedule import warmup_hold_cosine
 from train.options import TrainOptions, check_options
 from train.packing import Packed
 from train.progress import Report
-from train.run import Run, check_options_same, check_same, identity, read_run, write_run, write_text
+from train.run import Run, check_options_same, check_same, identity, read_run, write_run
 from train.step import EvalStep, TrainState, init_state, make_eval_step, make_train_step
 from train.tokenizer import cache_root
 
 # Steps timed before the length of a run that is given by seconds is fixed.
 _TIMED_STEPS = 4
+# Fewer than these teach the model little.
+_FEW_STEPS = 50
 # Part of the seconds kept for checkpoints and the plot.
 _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
@@ -86,7 +89,7 @@ def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
     return records
 
 
-def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray) -> Score:
+def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray, report: Report) -> Score:
     """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
     nats = tokens = 0.0
     for start in range(0, len(packed.ids), batch_size):
@@ -96,6 +99,7 @@ def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, to
         batch = to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows)))
         found = step(state.params, batch)
         nats, tokens = nats + float(found[0]), tokens + float(found[1])
+        report.part(start + batch_size - short, len(packed.ids))
     return Score(int(state.step), nats, int(tokens), int(token_bytes[packed.ids].sum()))
 
 
@@ -126,10 +130,12 @@ def _device_batch(batch: Batch) -> Batch:
 def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
 
-    Raises `UserError` for options that cannot be used, or are not those of that run; the data are not read.
+    Raises `UserError` for options that cannot be used, or are not those of that run, and, as a resume would, for a newest
+    checkpoint that is damaged; the data are not read.
     """
     config = check_options(options)
-    step = Checkpoints(options.out / CHECKPOINTS, options.keep).latest()
+    checkpoints = Checkpoints(options.out / CHECKPOINTS, options.keep)
+    step = checkpoints.latest()
     if step is None:
         return None
     run = read_run(options.out)
@@ -137,7 +143,10 @@ def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     total = options.steps or run.total
     score = next((found for found in run.scores if found.step == step), None)
     left = not total or step < total or (options.evaluate and score is None)
-    return None if left else (step, score)
+    if left:
+        return None
+    checkpoints.check(step)
+    return step, score
 
 
 def train(options: TrainOptions) -> TrainResult:
@@ -158,13 +167,13 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     latest = checkpoints.latest()
     if latest is not None:
         check_options_same(read_run(out), options, config)
-    report.phase("reading the text and packing its tokens")
+    report.phase("reading the text and packing its tokens", quiet=True)
     prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
     data = TrainData(prepared.train, options.batch_size, options.seed)
     config, fold = fit_vocabulary(config, prepared.tokenizer)
     facts = identity(options, config, prepared)
 
-    report.phase("drawing the initial weights")
+    report.phase("drawing the initial weights", quiet=True)
     state = init_state(config, options.seed)
     resumed, total = 0, options.steps
     scores: list[Score] = []
@@ -172,7 +181,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         run = read_run(out)
         check_same(run, facts, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-        report.phase(f"reading the checkpoint of step {latest}")
+        report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, abstract)
         resumed, total = int(state.step), total or run.total
         scores = [found for found in run.scores if found.step <= resumed]
@@ -183,11 +192,11 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         write_run(out, Run(facts, total))
 
     policy = Policy()
-    eval_step = make_eval_step(config, policy, fold)
+    eval_step, part = make_eval_step(config, policy, fold), options.batch_size // options.accumulate
     if options.evaluate and not resumed:
         report.phase("scoring held-out text before training")
         some = Packed(*(a[:_FIRST_SCORE_ROWS] for a in prepared.heldout))
-        scores.append(score(eval_step, state, some, options.batch_size, prepared.token_bytes))
+        scores.append(score(eval_step, state, some, part, prepared.token_bytes, report))
         write_run(out, Run(facts, total, tuple(scores)))
 
     report.phase("compiling the training step")
@@ -235,6 +244,8 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                     total = done + max(int(left / (timed / done)), 1)
                     schedule = warmup_hold_cosine(total, options.lr)
                     write_run(out, Run(facts, total, tuple(scores)))
+                    if total < _FEW_STEPS:
+                        report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
             report.step(done, total, values["loss"], tokens / max(time.monotonic() - started, 1e-9))
             if done % options.checkpoint_every == 0:
                 save()
@@ -244,7 +255,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     if options.evaluate and not received:
         report.phase("scoring held-out text")
         scores = [found for found in scores if found.step < done]
-        scores.append(score(eval_step, state, prepared.heldout, options.batch_size, prepared.token_bytes))
+        scores.append(score(eval_step, state, prepared.heldout, part, prepared.token_bytes, report))
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))

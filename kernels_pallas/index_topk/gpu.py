@@ -1,16 +1,17 @@
 """`index_topk` for Hopper: scores of all entries or of a query's candidates, then the best of them (`score.py`, `select.py`).
 
-Scores pass through device memory, of so many queries at a time that they take at most `BOUND` bytes and stay in the L2.
+Scores pass through device memory, of so many queries at a time that they take at most `BOUND` bytes and stay in the L2. Keys that
+are values are scored by XLA, of so many queries at a time that the products of all heads take at most four times as much.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from dsv41.quant import INDEX_KEY
+from dsv41.indexer import by_queries, operand_dtype, selection
 from kernels_pallas.index_topk.keys import BLOCK, HEADS, ROW, TILE, WARP, WIDTH
 from kernels_pallas.index_topk.score import Keys, Scoring, scores
 from kernels_pallas.index_topk.select import Slicing, top_k
@@ -42,25 +43,28 @@ def refusal(
     tiling: Tiling = Tiling(),
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
-    if keys.dtype != jnp.uint8:
-        return f"keys are {keys.dtype}, allowed is the packed form"
-    if q.shape[2:] != (HEADS, WIDTH):
-        return f"queries have {q.shape[2]} heads of {q.shape[3]} channels, allowed are {HEADS} of {WIDTH}"
-    if keys.shape[-1] != INDEX_KEY.row_bytes(WIDTH):
-        return f"keys have rows of {keys.shape[-1]} bytes, allowed are {ROW}"
     for name, array in (("q", q), ("weights", weights)):
         if array.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} are {array.dtype}, allowed are bfloat16 and float32"
-    page = keys.shape[1]
-    if page % BLOCK or (table is not None and page % WARP):
-        return f"a page has {page} entries, allowed are multiples of {BLOCK if table is None else WARP}"
-    if block != BLOCK and (keep or pool is not None):
-        return f"a candidate block has {block} entries, allowed are {BLOCK}"
     if keep and pool is not None:
         return "a query is restricted to blocks and to find new ones"
     for name, number in (("k", k), ("keep", keep)):
         if number % 4 or number > 4096:
             return f"{name} is {number}, allowed are multiples of 4 up to 4096"
+    return None
+
+
+def left_to_xla(q: Any, keys: Any, table: Any, pool: Any, keep: int, block: int) -> str | None:
+    """Why XLA scores these keys, and the kernels only select."""
+    if keys.dtype != jnp.uint8:
+        return f"keys are {keys.dtype}, the kernel takes the packed form"
+    if q.shape[2:] != (HEADS, WIDTH):
+        return f"queries have {q.shape[2]} heads of {q.shape[3]} channels, the kernel takes {HEADS} of {WIDTH}"
+    page = keys.shape[1]
+    if page % BLOCK or (table is not None and page % WARP):
+        return f"a page has {page} entries, the kernel takes multiples of {BLOCK if table is None else WARP}"
+    if block != BLOCK and (keep or pool is not None):
+        return f"a candidate block has {block} entries, the kernel takes {BLOCK}"
     return None
 
 
@@ -80,28 +84,38 @@ def run(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `kernels_pallas.index_topk.api.index_topk`. interpret: parameters of Pallas' interpreter."""
-    batch, time = q.shape[:2]
+    batch, time, heads, _ = q.shape
     entries = keys.shape[1] * (1 if table is None else table.shape[1])
-    size = entries if pool is None else pool.shape[-1] * BLOCK
+    size = entries if pool is None else pool.shape[-1] * block
     if not size:
         return jnp.zeros((batch, time, 0), jnp.int32), None
-    shared = (keys, table, entries, min(k, size), min(keep, size // BLOCK), tiling, interpret)
     queries = (q, weights, first, count, *([] if pool is None else [pool]))
-    at_once = max(1, tiling.bound // (4 * size * batch))
-    if at_once >= time:
-        return _chunk(queries, *shared)
-    at_once = -(-time // -(-time // at_once))
-    chunks = -(-time // at_once)
-    # A query past the last sees nothing.
-    padded = [jnp.pad(a, ((0, 0), (0, chunks * at_once - time), *((0, 0),) * (a.ndim - 2))) for a in queries]
-    split = [jnp.moveaxis(a.reshape(batch, chunks, at_once, *a.shape[2:]), 1, 0) for a in padded]
-    ids, blocks = lax.map(lambda part: _chunk(part, *shared), tuple(split))
-    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(batch, chunks * at_once, -1)[:, :time]  # noqa: E731
-    return join(ids), None if blocks is None else join(blocks)
+    if left_to_xla(q, keys, table, pool, keep, block) is None:
+        part = partial(_chunk, keys=keys, table=table, entries=entries, k=min(k, size), keep=min(keep, size // BLOCK))
+        part = partial(part, tiling=tiling, interpret=interpret)
+        return by_queries(part, queries, max(1, tiling.bound // (4 * size * batch)))
+
+    rows = keys if table is None else keys[jnp.maximum(table, 0)].reshape(batch, entries, -1)
+    pick = partial(_pick, tiling=tiling, interpret=interpret)
+
+    def scored(queries: tuple) -> tuple[jax.Array, jax.Array | None]:
+        q, weights, first, count, *pools = queries
+        at = (q, weights, rows, first, count, pools[0] if pools else None)
+        return selection(*at, k=k, keep=keep, block=block, dtype=operand_dtype(q, rows), pick=pick)[:2]
+
+    return by_queries(scored, queries, max(1, 4 * tiling.bound // (4 * heads * entries * batch)))
+
+
+def _pick(scores: jax.Array, k: int, tiling: Tiling, interpret: Any) -> jax.Array:
+    """`dsv41.indexer.select` by the kernels."""
+    *lead, size = scores.shape
+    rows = jnp.pad(scores.reshape(-1, size), ((0, 0), (0, -size % 4)), constant_values=-jnp.inf)
+    slicing = tiling.slicing or _slicing(*rows.shape)
+    return top_k(rows, (), min(k, rows.shape[1]), slicing, interpret=interpret)[:, : min(k, size)].reshape(*lead, -1)
 
 
 def _chunk(
-    queries: tuple, keys: jax.Array, table: Any, entries: int, k: int, keep: int, tiling: Tiling, interpret: Any
+    queries: tuple, *, keys: jax.Array, table: Any, entries: int, k: int, keep: int, tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scores of some queries, and the best of them."""
     q, weights, first, count, *pools = queries

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from dsv41 import site
+from dsv41 import indexer, site
 from dsv41.layout import make_layout
 from dsv41.numerics import Policy
 from dsv41.plan import layer_plans
@@ -154,23 +154,75 @@ def test_scores_are_never_all_there():
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        ({"heads": 16}, "16 heads"),
-        ({"width": 64}, "64 channels"),
-        ({"entries": 65540}, "65540 entries"),
-        ({"page": 24}, "24 entries"),
-        ({"dtype": "float16"}, "float16"),
-        ({"keep": 8, "block": 4}, "4 entries"),
-        ({"keep": 8, "pool": 8}, "restricted"),
-        ({"topk": 30}, "30"),
-    ],
+    [({"dtype": "float16"}, "float16"), ({"keep": 8, "pool": 8}, "restricted"), ({"topk": 30}, "30"), ({"keep": 4100}, "4100")],
 )
 def test_what_the_kernel_refuses(change, said):
     case = Case(**change)
     with pytest.raises(registry.Refused, match=said):
         registry.choose("index_topk", "gpu", *cases.abstract(case), **cases.options(case), backend="gpu")
-    values = [jax.ShapeDtypeStruct((1, 64, 128), jnp.float32) if i == 2 else a for i, a in enumerate(cases.abstract(Case()))]
-    assert "packed" in gpu.refusal(*values, k=512)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heads": 16}, "16 heads"),
+        ({"width": 64}, "64 channels"),
+        ({"entries": 65540}, "65540 entries"),
+        ({"page": 24}, "24 entries"),
+        ({"keep": 8, "block": 4}, "4 entries"),
+    ],
+)
+def test_what_is_left_to_xla(change, said):
+    case = Case(**change)
+    q, _, keys, _, _, table, pool = cases.abstract(case)
+    assert said in (gpu.left_to_xla(q, keys, table, pool, case.keep, case.block) or "")
+    values = jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)
+    assert "float32" in (gpu.left_to_xla(q, values, None, None, 0, 8) or "")
+
+
+@pytest.mark.parametrize(
+    ("case", "values"),
+    [
+        (Case(queries=3, entries=135, topk=32, keep=4, start=True), jnp.bfloat16),
+        (Case(batch=2, queries=2, entries=210, heads=8, width=32, topk=256, dtype="float32"), jnp.float32),
+        (Case(batch=2, queries=2, entries=120, heads=16, width=64, topk=40, pool=6, block=10), jnp.uint8),
+        (Case(batch=2, entries=400, topk=40, pool=12), jnp.bfloat16),
+    ],
+    ids=["values, candidates found", "fewer than wanted", "packed, another width, pool", "values, pool fetched"],
+)
+def test_scores_by_xla_and_selection_by_kernels(case, values):
+    args, options = arguments(case), cases.options(case)
+    if values != jnp.uint8:
+        args = (*args[:2], row_values(args[2], INDEX_KEY, values), *args[3:])
+    size = 4 * 4 * case.heads * case.entries * case.batch
+    tiling = Tiling(slicing=Slicing(128, 4), bound=size // 4)
+    got = jax.jit(partial(gpu.run, **options, tiling=tiling, interpret=gpu_interpreter()))(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(partial(reference.run, **options))(*args))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["values", "stored"])
+def test_scores_of_what_was_picked(monkeypatch, stored):
+    """Also their gradients, some queries at a time. float32 sums of 128 and 32 in another order: 1e-5 of the largest."""
+    case = Case(batch=2, queries=5, entries=64, dtype="float32")
+    q, weights, rows, *_ = arguments(case)
+    rows = rows.reshape(2, 64, -1)
+    values = row_values(rows, INDEX_KEY, jnp.float32)
+    ids = jax.random.randint(jax.random.key(1), (2, 5, 12), -1, 64)
+    cotangent = jax.random.normal(jax.random.key(2), ids.shape)
+
+    def some(q, weights, values):
+        scores = indexer.picked_scores(q, weights, rows if stored else values, ids)
+        return jnp.sum(jnp.where(ids < 0, 0, scores) * cotangent), scores
+
+    def every(q, weights, values):
+        scores = jnp.take_along_axis(indexer.key_scores(q, weights, values), jnp.maximum(ids, 0), axis=-1)
+        return jnp.sum(jnp.where(ids < 0, 0, scores) * cotangent), scores
+
+    monkeypatch.setattr(indexer, "PICKED_BYTES", 2 * 2 * 12 * 128 * 4)
+    wrt = (0, 1) if stored else (0, 1, 2)
+    (got, want) = (jax.jit(jax.grad(f, wrt, has_aux=True))(q, weights, values) for f in (some, every))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-5 * np.abs(w).max())
 
 
 def test_the_site_with_the_op_is_the_site_without(monkeypatch):
