@@ -117,20 +117,21 @@ def choose(
     detached = lax.stop_gradient((x, latent_q))
     queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
     seen = visible_entries(layout, plan.ratio)
-    pool = shared.pool if plan.pool == "consumes" else None
+    keys: Any = shared.index_k
+    pool: Any = shared.pool if plan.pool == "consumes" else None
     keep = config.candidate_topk_blocks if plan.pool == "publishes" else 0
     options = {"k": config.index_topk, "keep": keep, "block": config.candidate_block_size}
     form = partial(stored_keys, on=policy.quantize_index)
-    arrays = (*queries, jax.eval_shape(form, shared.index_k), *seen, None, pool)
+    arrays = (*queries, jax.eval_shape(form, keys), *seen, None, pool)
     if taps is None and registry.choose("index_topk", "auto", *arrays, **options).impl != "reference":
-        if pool is not None and pool.shape[-1] * config.candidate_block_size >= shared.index_k.shape[1]:
+        if pool is not None and pool.shape[-1] * options["block"] >= keys.shape[1]:
             pool = None  # Every visible block is in it.
-        fixed = lax.stop_gradient((*queries, form(shared.index_k)))
+        fixed = lax.stop_gradient((*queries, form(keys)))
         ids, blocks = index_topk(*fixed, *seen, pool=pool, **options)
-        picked = indexer.picked_scores(*queries, shared.index_k, ids)
+        picked = indexer.picked_scores(*queries, keys, ids)
     else:
         options |= {"gather": gather, "taps": taps, "name": name}
-        ids, blocks, picked = indexer.selection(*queries, shared.index_k, *seen, pool, **options)
+        ids, blocks, picked = indexer.selection(*queries, keys, *seen, pool, **options)
     return replace(shared, ids=ids, pool=blocks if keep else shared.pool), picked
 
 

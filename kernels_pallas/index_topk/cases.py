@@ -28,6 +28,7 @@ class Case:
     block: int = 8
     dtype: str = "bfloat16"
     start: bool = False  # queries of a packed row: what they see begins after entry 0
+    spread: int = 4  # queries of a request end within the last such part of its entries
     levels: int = 0  # not 0: channels have so few values that scores tie
 
 
@@ -39,7 +40,9 @@ REAL = {
     "128 queries, 64K": Case(queries=128),
     "32 requests, 2048 candidates of 64K": Case(batch=32, pool=2048),
     "32 requests, 2048 candidates of 1M": Case(batch=32, entries=1 << 20, pool=2048),
-    "training, 4096 queries, 64K": Case(queries=4096),
+    "prefill, 4096 queries, 64K": Case(queries=4096),
+    "training, 4096 queries, 4096": Case(queries=4096, entries=4096, spread=1),
+    "training, 8192 queries, 8192": Case(queries=8192, entries=8192, spread=1),
 }
 SMALL = {
     "one query": Case(entries=200, topk=32),
@@ -92,7 +95,7 @@ def arguments(case: Case, seed: int = 0) -> tuple:
     if case.levels:
         q, weights = jnp.where(jax.random.uniform(keys[5], q.shape) < 0.05, jnp.round(q), 0.0), jnp.ones_like(weights)
     index = partial(jnp.arange, dtype=jnp.int32)
-    back = index(case.queries)[None, ::-1] * (case.entries // (4 * case.queries)) + index(case.batch)[:, None] * 5 % 16
+    back = index(case.queries)[None, ::-1] * (case.entries // (case.spread * case.queries)) + index(case.batch)[:, None] * 5 % 16
     last = jnp.maximum(case.entries - back, 0)
     first = jnp.minimum(case.entries // 5 // 16 * 16 if case.start else 0, last)
     table = pool = None
@@ -115,13 +118,14 @@ def options(case: Case) -> dict:
 
 
 def cost(case: Case) -> tuple[int, int]:
-    """Bytes that must move (each key once a request, or each candidate once a query, queries, ids) and FLOPs of the products."""
+    """Bytes that must move (each key once a request, or each candidate once a query, queries, ids), FLOPs of what is visible."""
     queries = case.batch * case.queries
     row = INDEX_KEY.row_bytes(case.width)
+    back = case.entries // (case.spread * case.queries) * (case.queries - 1) // 2
     seen = case.pool * case.block if case.pool else case.entries
     keys = (queries * seen if case.pool else case.batch * seen) * row
     io = queries * (case.heads * (case.width + 1) * jnp.dtype(case.dtype).itemsize + 4 * (case.topk + case.keep + case.pool))
-    return keys + io, queries * seen * case.heads * case.width * 2
+    return keys + io, queries * (seen if case.pool else seen - back) * case.heads * case.width * 2
 
 
 def error(got: tuple, want: tuple) -> float:

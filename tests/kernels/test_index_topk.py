@@ -135,7 +135,7 @@ def test_real_shapes_lower_for_cuda(name):
 @pytest.mark.pitfall("B12")
 def test_scores_are_never_all_there():
     """Of 4096 queries over 64K entries, no array of the lowered program has more than the bound, inputs aside."""
-    case = cases.REAL["training, 4096 queries, 64K"]
+    case = cases.REAL["prefill, 4096 queries, 64K"]
     args = cases.abstract(case)
     jaxpr = jax.make_jaxpr(partial(gpu.run, **cases.options(case)))(*args)
     sizes = []
