@@ -12,7 +12,7 @@ from dsv41 import mhc
 from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
-from dsv41.engram import engram_rows, folded_ids, hashed
+from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.layout import Layout, make_layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import TextParams
@@ -85,7 +85,7 @@ def extend(
     rows, history = extend_history(ids, layout, cache, token_map, config)
     streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
     carried = Carried(Shared(), cache)
-    tokens = Tokens(ids, layout, rows)
+    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         out = block(streams, pre, layer, plan, carried, tokens, config, policy, taps, cached_site)
         streams, pre, carried = out.streams, out.pre, out.carried

@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
 
+from kernels_pallas.engram_gather.api import in_host_memory
 from kernels_pallas.simt import THREADS, launch
 
 CHANNELS = 8  # of a thread in each of its rows: eight bytes in, one or two pieces of sixteen out
@@ -81,4 +83,8 @@ def run(table: jax.Array, scales: jax.Array, ids: jax.Array, *, dtype: Any, dept
     rows, width = table.shape
     out = jax.ShapeDtypeStruct((*ids.shape, width), dtype)
     blocks = -(-ids.size * width // (THREADS * CHANNELS * depth))
-    return launch("engram_gather", program(rows, ids.size, width, dtype, depth), (table, scales, ids), (out,), blocks)[0]
+    ptx = program(rows, ids.size, width, dtype, depth)
+    gather = lambda *args: launch("engram_gather", ptx, args, (out,), blocks)[0]  # noqa: E731
+    if in_host_memory(table):
+        gather = compute_on(gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    return gather(table, scales, ids)

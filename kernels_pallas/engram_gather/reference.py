@@ -1,12 +1,24 @@
-"""`engram_gather` in plain XLA."""
+"""`engram_gather` in plain XLA; of a table in host memory by the host, which sends the rows' bytes alone."""
 
 from typing import Any
 
 import jax
+from jax.experimental.compute_on import compute_on
 
 from dsv41.quant import ENGRAM_ROW, unpack
+from kernels_pallas.engram_gather.api import in_host_memory
 
 
 def run(table: jax.Array, scales: jax.Array | None, ids: jax.Array, *, dtype: Any) -> jax.Array:
     """See `kernels_pallas.engram_gather.api.engram_gather`."""
-    return (table[ids] if scales is None else unpack(table[ids], scales[ids], ENGRAM_ROW)).astype(dtype)
+    rows = _rows([table] if scales is None else [table, scales], ids)
+    return (rows[0] if scales is None else unpack(*rows, ENGRAM_ROW)).astype(dtype)
+
+
+def _rows(tables: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
+    if not in_host_memory(tables[0]):
+        return [table[ids] for table in tables]
+    take = compute_on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)(
+        lambda ids, *tables: [t[ids] for t in tables]
+    )
+    return jax.device_put(take(jax.device_put(ids, jax.memory.Space.Host), *tables), jax.memory.Space.Device)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv41 import engram, model
+from dsv41.cache import init_cache
 from dsv41.engram import apply_engram
 from dsv41.hf.stored import StoredWeight
 from dsv41.layout import make_layout
@@ -14,9 +16,9 @@ from dsv41.params import EngramParams
 from dsv41.quant import ENGRAM_ROW, pack, unpack
 from kernels_pallas import registry
 from kernels_pallas.engram_gather import cases, gpu, reference
-from kernels_pallas.engram_gather.api import engram_gather
+from kernels_pallas.engram_gather.api import engram_gather, in_host_memory
 from tests.kernels.threads import execute
-from tests.models import tiny_config
+from tests.models import PLAIN, VOCAB, tiny_config, tiny_params
 
 PACKED = {name: case for name, case in cases.SMALL.items() if case.packed}
 
@@ -91,6 +93,48 @@ def test_a_stored_table_gives_the_layer_what_its_values_do():
     layout = make_layout(jnp.ones((2, 5), jnp.int32))
     got, want = (apply_engram(streams, rows, layout, params, config, None, "") for params in layer(config))
     np.testing.assert_array_equal(got, want)
+
+
+def in_host(tree):
+    """The arrays in pinned host memory."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+@pytest.mark.parametrize("name", ["ragged", "floats"])
+def test_a_table_in_host_memory_gives_the_same_rows(name):
+    table, scales, ids = cases.arguments(cases.SMALL[name])
+    run = jax.jit(functools.partial(engram_gather, dtype=jnp.float32))
+    got = run(*in_host((table, scales)), ids)
+    assert not in_host_memory(got) and in_host_memory(in_host(table))
+    np.testing.assert_array_equal(got, run(table, scales, ids))
+
+
+def test_a_kernel_takes_a_table_in_host_memory_on_a_stream_of_its_own():
+    table, scales, ids = cases.arguments(cases.SMALL["ragged"])
+    run = jax.jit(functools.partial(gpu.run, dtype=jnp.bfloat16))
+    texts = [
+        run.trace(*args, ids).lower(lowering_platforms=("cuda",)).as_text()
+        for args in (in_host((table, scales)), (table, scales))
+    ]
+    assert ['_xla_stream_annotation = "1"' in text for text in texts] == [True, False]
+    assert all("mosaic_gpu" in text for text in texts)
+
+
+def test_a_step_fetches_the_rows_of_host_tables_before_its_first_layer(monkeypatch):
+    """The same logits to the bit."""
+    config, order, logits = tiny_config(), [], []
+    params = tiny_params(config)
+    moved = [layer.replace(engram=e and e.replace(embed=in_host(e.embed))) for layer in params.layers for e in [layer.engram]]
+    ids, token_map = jnp.asarray([[5], [9]], jnp.int32), jnp.arange(VOCAB, dtype=jnp.int32)
+    for name, module in (("engram_gather", engram), ("block", model)):
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, plain=plain, name=name: (order.append(name), plain(*args))[1])
+    for layers in (params.layers, tuple(moved)):
+        step = jax.jit(lambda p, c: model.extend(p, config, PLAIN, c, ids, jnp.ones(ids.shape, bool), token_map)[0])
+        logits.append(step(params.replace(layers=layers), init_cache(config, PLAIN, 2, 64)))
+    blocks = ["block"] * len(moved)
+    assert order[-2 - len(blocks) :] == ["engram_gather", "engram_gather", *blocks] and order[0] == "block"
+    np.testing.assert_array_equal(*logits)
 
 
 def test_refusals_say_what_is_allowed():
