@@ -84,7 +84,11 @@ def run(table: jax.Array, scales: jax.Array, ids: jax.Array, *, dtype: Any, dept
     out = jax.ShapeDtypeStruct((*ids.shape, width), dtype)
     blocks = -(-ids.size * width // (THREADS * CHANNELS * depth))
     ptx = program(rows, ids.size, width, dtype, depth)
-    gather = lambda *args: launch("engram_gather", ptx, args, (out,), blocks)[0]  # noqa: E731
-    if in_host_memory(table):
-        gather = compute_on(gather, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
-    return gather(table, scales, ids)
+
+    def gather(*args: jax.Array) -> jax.Array:
+        return launch("engram_gather", ptx, args, (out,), blocks)[0]
+
+    if not in_host_memory(table):
+        return gather(table, scales, ids)
+    beside: Any = compute_on(compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    return beside(gather)(table, scales, ids)
