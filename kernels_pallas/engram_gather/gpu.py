@@ -10,7 +10,7 @@ from kernels_pallas.engram_gather.api import in_host_memory
 from kernels_pallas.simt import THREADS, launch
 
 CHANNELS = 8  # of a thread in each of its rows: eight bytes in, one or two pieces of sixteen out
-DEPTH = 4  # rows that a thread has under way
+DEPTH = 2  # rows that a thread has under way
 WIDTHS = (32, 64, 128, 256, 512, 1024)  # that a block's threads cover in whole rows
 
 

@@ -50,6 +50,7 @@ def _scale(fmt: Format) -> list[str]:
     if fmt.scale == "e4m3":
         return [
             *lines,
+            # A rounded quotient is a tie only where the exact one is: the dividend's neighbours are more than half an ulp away.
             f"div.rn.f32 m0, m0, {_bits(fmt.max)}; cvt.rn.satfinite.e4m3x2.f32 h, {_bits(0)}, m0; cvt.u32.u16 byte, h;",
             "cvt.rn.f16x2.e4m3x2 t, h; mov.b32 {f, g}, t; cvt.f32.f16 s, f; rcp.rn.f32 r, s; neg.f32 s, s;",
         ]

@@ -20,29 +20,29 @@ GPU_CASES = {n: c for n, c in cases.SMALL.items() if gpu.refusal(*cases.abstract
 
 
 def nearest_even(values, grid):
-    """Index of the number in ascending ``grid`` nearest to each of ``values`` in float64; a tie to the even index."""
-    grid = np.asarray(grid, np.float64)
+    """Index of the number in ascending ``grid`` nearest to each of ``values``; a tie to the even index."""
+    grid = np.asarray(grid, np.longdouble)
     above = np.clip(np.searchsorted(grid, values), 1, len(grid) - 1)
     low, high = values - grid[above - 1], grid[above] - values
     return np.where((high < low) | ((high == low) & (above % 2 == 0)), above, above - 1)
 
 
 def exact(x, fmt):
-    """`pack` by search in the table of all numbers: divisions are float32's own, everything else exact."""
+    """`pack` by search in the table of all numbers, in long double."""
     e4m3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     groups = np.asarray(x, np.float32).reshape(-1, x.shape[-1] // fmt.group, fmt.group)
     amax = np.maximum(np.abs(groups).max(-1), np.float32(fmt.floor))
     if fmt.scale == "e4m3":
-        scale = nearest_even((amax / np.float32(6)).astype(np.float64), e4m3)
-        divisor = e4m3[scale].astype(np.float32)
+        scale = nearest_even(amax.astype(np.longdouble) / 6, e4m3)
+        divisor = e4m3[scale].astype(np.longdouble)
     else:
         least = (amax * (np.float32(1) / np.float32(fmt.max))).astype(np.float64)
         scale = 127 + np.ceil(np.log2(least)).astype(np.int64)
         scale += np.exp2(scale - 127.0) < least
         scale -= np.exp2(scale - 128.0) >= least
-        divisor = np.exp2(scale - 127.0).astype(np.float32)
-    scaled = groups / divisor[..., None]
-    codes = nearest_even(np.abs(scaled).astype(np.float64), E2M1_VALUES if fmt.element == "e2m1" else e4m3)
+        divisor = np.exp2(scale - 127.0).astype(np.longdouble)
+    scaled = groups.astype(np.longdouble) / divisor[..., None]
+    codes = nearest_even(np.abs(scaled), E2M1_VALUES if fmt.element == "e2m1" else e4m3)
     sign = np.signbit(groups).astype(np.uint8) << (3 if fmt.element == "e2m1" else 7)
     codes = (codes.astype(np.uint8) | sign).reshape(x.shape)
     if fmt.element == "e2m1":
@@ -61,9 +61,14 @@ def values(fmt, width, dtype):
         scales = np.exp2(np.arange(-9, 9)).astype(np.float32)
     tied = np.resize(random.permutation(np.concatenate([points, -points])), (len(scales), width))
     tied[:, :: fmt.group] = grid[-1]  # so that the scale is the one meant
+    between = np.repeat(grid[-1] * (scales[1:, None] + scales[:-1, None]) / 2, width, 1)  # ties of scales
+    near = np.nextafter(tied * scales[:, None], random.choice(np.float32([-1e9, 1e9]), tied.shape))
     return np.concatenate(
         [
             tied * scales[:, None],
+            near,  # to ties
+            between,
+            np.nextafter(between, random.choice(np.float32([-1e9, 1e9]), between.shape[:1])[:, None]),
             random.standard_normal((40, width)) * np.exp2(random.integers(-40, 40, (40, 1))),
             random.integers(-24, 25, (40, width)) / 4,
             np.where(np.arange(width) % fmt.group == 3, 1e-30, 0)[None],
