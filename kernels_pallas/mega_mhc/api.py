@@ -9,11 +9,11 @@ from kernels_pallas.registry import Impl
 
 
 def mega_mhc(
-    y: Float[Array, "T D"],
-    streams: Float[Array, "T N D"],
-    post: Float32[Array, "T N"],
-    comb: Float32[Array, "T N N"],
-    pre: Float32[Array, "T N"],
+    y: Float[Array, "*s D"],
+    streams: Float[Array, "*s N D"],
+    post: Float32[Array, "*s N"],
+    comb: Float32[Array, "*s N N"],
+    pre: Float32[Array, "*s N"],
     hc: HyperConnection,
     gain: Float[Array, " D"],
     *,
@@ -29,8 +29,8 @@ def mega_mhc(
     base, scale in float32) and the gain of its RMS norm. iters: Sinkhorn steps; eps: that of the coefficients; rms_eps: that
     of both root mean squares.
 
-    Returns the new streams ``[T, N, D]`` and the next sub-block's normalised input ``[T, D]`` in the streams' dtype, then pre
-    ``[T, N]``, post ``[T, N]`` and comb ``[T, N, N]`` of the new streams in float32. Differentiable in every array, on
+    Returns the new streams ``[*s, N, D]`` and the next sub-block's normalised input ``[*s, D]`` in the streams' dtype, then pre
+    ``[*s, N]``, post ``[*s, N]`` and comb ``[*s, N, N]`` of the new streams in float32. Differentiable in every array, on
     Hopper by kernels, else by recomputation in XLA.
     """
     args = (y, streams, post, comb, pre, hc, gain)

@@ -1,5 +1,6 @@
 """`mega_mhc` on Hopper: two kernels of Pallas Mosaic GPU forward, `update` and `finish`, and two backward."""
 
+import math
 from typing import Any
 
 import jax
@@ -31,16 +32,16 @@ def refusal(
     tile: Tile | None = None,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
-    _, n, d = streams.shape
+    *lead, n, d = streams.shape
     if n != STREAMS:
         return f"there are {n} streams, allowed are {STREAMS}"
     if d % COLS:
         return f"a row has {d} channels, allowed are multiples of {COLS}"
     if y.dtype != jnp.bfloat16 or streams.dtype != jnp.bfloat16:
         return f"y is {y.dtype} and the streams are {streams.dtype}, allowed is bfloat16"
-    if streams.shape[0] == 0:
+    if 0 in lead:
         return "there are no tokens"
-    needed = (choose(streams.shape[0], d) if tile is None else tile).shared_bytes(n)
+    needed = (choose(math.prod(lead), d) if tile is None else tile).shared_bytes(n)
     return f"the tile takes {needed} bytes of shared memory, allowed are {SHARED_BYTES}" if needed > SHARED_BYTES else None
 
 
@@ -89,6 +90,13 @@ def forward(
     return (new[:t], x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
 
 
+# A model has this op at every site: lowered once, not once a site.
+_lowered_once = (
+    jax.jit(forward, static_argnames=("iters", "eps", "rms_eps", "tile", "interpret")),
+    jax.jit(backward, static_argnums=(4, 5, 6, 7)),
+)
+
+
 def run(
     y: jax.Array,
     streams: jax.Array,
@@ -107,13 +115,14 @@ def run(
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. tile: other sizes than `choose` picks; interpret: parameters of Pallas'
     interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
+    there, back = (forward, backward) if interpret else _lowered_once
 
     def keep(*args: Any) -> tuple[Any, Any]:
-        outputs, stats = forward(*args, **static, tile=tile, interpret=interpret)
+        outputs, stats = there(*args, **static, tile=tile, interpret=interpret)
         return outputs, (args, stats, outputs[1])
 
     def pull(kept: Any, cotangents: Any) -> Any:
         args, stats, x = kept
-        return backward(args, stats, x, cotangents, iters, eps, SMS, interpret)
+        return back(args, stats, x, cotangents, iters, eps, SMS, interpret)
 
     return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))

@@ -27,7 +27,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`."""
     new = expand(y, streams, post, comb)
-    return new, rms_norm(collapse(pre, new), gain, rms_eps), *coefficients(new, hc, iters, eps, rms_eps)
+    own = coefficients(new, hc, iters, eps, rms_eps)
+    return new, rms_norm(collapse(pre, new), gain, rms_eps), *own
 
 
 def total(terms: list[jax.Array]) -> jax.Array:

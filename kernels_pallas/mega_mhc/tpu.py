@@ -31,12 +31,12 @@ def refusal(
     rms_eps: float,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
-    _, n, d = streams.shape
+    *lead, n, d = streams.shape
     if d % LANES:
         return f"a row has {d} channels, allowed are multiples of {LANES}"
     if y.dtype != streams.dtype or y.dtype not in (jnp.bfloat16, jnp.float32):
         return f"y is {y.dtype} and the streams are {streams.dtype}, allowed is one of bfloat16 and float32"
-    if streams.shape[0] == 0:
+    if 0 in lead:
         return "there are no tokens"
     # Both buffers of the streams, y and x, the predictor, and the streams in float32.
     used = TOKENS * d * (2 * (2 * n + 2) * y.dtype.itemsize + 4 * (n + 2)) + 2 * 4 * hc.fn.shape[0] * n * d
