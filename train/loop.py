@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
+from dsv41.files import write_text
 from dsv41.numerics import Policy
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
@@ -26,7 +27,7 @@ from train.optim.schedule import warmup_hold_cosine
 from train.options import TrainOptions, check_options
 from train.packing import Packed
 from train.progress import Report
-from train.run import Run, check_options_same, check_same, identity, read_run, write_run, write_text
+from train.run import Run, check_options_same, check_same, identity, read_run, write_run
 from train.step import EvalStep, TrainState, init_state, make_eval_step, make_train_step
 from train.tokenizer import cache_root
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, from_released, replace, to_released
 from dsv41.errors import UserError
-from dsv41.files import read_json
+from dsv41.files import read_json, write_text
 from train.curve import Score
 from train.data import Prepared
 from train.options import TrainOptions
@@ -39,13 +39,6 @@ def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) -> 
 
 def _plain(options: TrainOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in _PLAIN}
-
-
-def write_text(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def write_run(out: Path, run: Run) -> None:
