@@ -6,7 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from dsv41.mhc import coefficients
+from dsv41.mhc import coefficients, collapse, expand
+from dsv41.numerics import rms_norm
 from dsv41.params import HyperConnection
 
 
@@ -92,3 +93,16 @@ def peers(case: Case) -> dict:
         "XLA, sums written out": jax.jit(partial(unrolled, **static)),
         "XLA, written out, bf16 product": jax.jit(partial(unrolled, **static, split=True)),
     }
+
+
+def three_parts(case: Case) -> list[tuple]:
+    """The op as three programs, with the shapes that each takes: update; coefficients and collapse; norm."""
+    y, x, post, comb, pre, hc, gain = abstract(case)
+
+    def mix(new: jax.Array, pre: jax.Array, hc: HyperConnection) -> tuple:
+        return collapse(pre, new), *coefficients(new, hc, case.iters, case.eps, case.rms_eps)
+
+    def norm(hat: jax.Array, gain: jax.Array) -> jax.Array:
+        return rms_norm(hat, gain, case.rms_eps)
+
+    return [(expand, (y, x, post, comb)), (mix, (x, pre, hc)), (norm, (y, gain))]
