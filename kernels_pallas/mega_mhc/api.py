@@ -30,8 +30,8 @@ def mega_mhc(
     of both root mean squares.
 
     Returns the new streams ``[*s, N, D]`` and the next sub-block's normalised input ``[*s, D]`` in the streams' dtype, then pre
-    ``[*s, N]``, post ``[*s, N]`` and comb ``[*s, N, N]`` of the new streams in float32. Differentiable in every array, on
-    Hopper by kernels, else by recomputation in XLA.
+    ``[*s, N]``, post ``[*s, N]`` and comb ``[*s, N, N]`` of the new streams in float32. Differentiable in every array, by
+    kernels where kernels run.
     """
     args = (y, streams, post, comb, pre, hc, gain)
     return registry.call("mega_mhc", impl, *args, iters=iters, eps=eps, rms_eps=rms_eps)

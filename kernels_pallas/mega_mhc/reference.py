@@ -59,6 +59,13 @@ def high_and_low(fn: jax.Array) -> jax.Array:
     return jnp.concatenate([high, fn - high]).astype(jnp.bfloat16)
 
 
+def predicted(mixes: jax.Array, n: int, iters: int, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """pre ``[T, N]``, post ``[T, N]`` and comb ``[T, N, N]`` of the scaled and shifted projections ``[T, N (N + 2)]``."""
+    out = sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
+    comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
+    return jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), comb
+
+
 def unrolled(
     y: jax.Array,
     streams: jax.Array,
@@ -92,6 +99,4 @@ def unrolled(
         projected = linear(flat, hc.fn, f32)
     scale = lax.rsqrt(jnp.mean(jnp.square(newf), axis=(1, 2)) + rms_eps)
     mixes = projected * scale[:, None] * hc.scale[np.repeat(np.arange(3), (n, n, n * n))][None] + hc.base[None]
-    out = sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
-    own_comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
-    return new, x, jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), own_comb
+    return new, x, *predicted(mixes, n, iters, eps)
