@@ -56,7 +56,9 @@ def _rows(y: Any, x: Any, post: Any, comb: Any, pre: Any, gain: Any, dtype: Any,
     return new, hat * lax.rsqrt(jnp.mean(hat * hat, axis=1, keepdims=True) + rms_eps) * gain
 
 
-def _loaded(y_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, pre_ref: Any, gain_ref: Any, n: int, d: int) -> tuple:
+def _loaded(
+    y_ref: Any, x_ref: Any, post_ref: Any, comb_ref: Any, pre_ref: Any, gain_ref: Any, n: int, d: int
+) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Arguments of `_rows`."""
 
     def columns(ref: Any, first: int = 0) -> list[Any]:
