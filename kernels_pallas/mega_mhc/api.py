@@ -1,5 +1,7 @@
 """From a sub-block's output to the next one's input: mHC update, collapse, RMS norm, coefficients (architecture §10)."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Float32
 
@@ -20,8 +22,9 @@ def mega_mhc(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     impl: Impl = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """Closes one mHC site and opens the next.
 
     y: the sub-block's output; post and comb (indexed [source, target]) of its own site; pre: what the next sub-block
@@ -31,7 +34,8 @@ def mega_mhc(
 
     Returns the new streams ``[*s, N, D]`` and the next sub-block's normalised input ``[*s, D]`` in the streams' dtype, then pre
     ``[*s, N]``, post ``[*s, N]`` and comb ``[*s, N, N]`` of the new streams in float32. Differentiable in every array, by
-    kernels where kernels run.
+    kernels where kernels run; not with fp8: then that input is E4M3 bits ``[*s, D]`` and scale bytes ``[*s, D / 32]``, as
+    `dsv41.quant.pack` gives them of the activation format (§8.2).
     """
     args = (y, streams, post, comb, pre, hc, gain)
-    return registry.call("mega_mhc", impl, *args, iters=iters, eps=eps, rms_eps=rms_eps)
+    return registry.call("mega_mhc", impl, *args, iters=iters, eps=eps, rms_eps=rms_eps, fp8=fp8)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from dsv41.mhc import coefficients, collapse, expand
 from dsv41.numerics import rms_norm
 from dsv41.params import HyperConnection
+from dsv41.quant import ACTIVATION, pack
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Case:
     iters: int = 20
     eps: float = 1e-6
     rms_eps: float = 1e-20
+    fp8: bool = False
 
 
 REAL = {
@@ -29,6 +32,8 @@ REAL = {
     "128 tokens": Case(128),
     "4096 tokens": Case(4096),
     "8192 tokens": Case(8192),
+    "128 tokens, FP8 input": Case(128, fp8=True),
+    "4096 tokens, FP8 input": Case(4096, fp8=True),
 }
 SMALL = {
     "one token": Case(1, width=256),
@@ -76,12 +81,13 @@ def cost(case: Case) -> tuple[int, int]:
     """Bytes that must move (streams both ways, y, the next input, coefficients, the predictor) and FLOPs of the projection."""
     t, n, d, m = case.tokens, case.streams, case.width, case.streams * (case.streams + 2)
     size = jnp.dtype(case.dtype).itemsize
-    return t * ((2 * n + 2) * d * size + 4 * (m + m)) + 4 * m * n * d + 4 * d, 2 * t * m * n * d
+    out = ACTIVATION.row_bytes(d) if case.fp8 else d * size
+    return t * ((2 * n + 1) * d * size + out + 4 * (m + m)) + 4 * m * n * d + 4 * d, 2 * t * m * n * d
 
 
 def options(case: Case) -> dict:
     """Static options of the op."""
-    return {"iters": case.iters, "eps": case.eps, "rms_eps": case.rms_eps}
+    return {"iters": case.iters, "eps": case.eps, "rms_eps": case.rms_eps, "fp8": case.fp8}
 
 
 def peers(case: Case) -> dict:
@@ -102,7 +108,8 @@ def three_parts(case: Case) -> list[tuple]:
     def mix(new: jax.Array, pre: jax.Array, hc: HyperConnection) -> tuple:
         return collapse(pre, new), *coefficients(new, hc, case.iters, case.eps, case.rms_eps)
 
-    def norm(hat: jax.Array, gain: jax.Array) -> jax.Array:
-        return rms_norm(hat, gain, case.rms_eps)
+    def norm(hat: jax.Array, gain: jax.Array) -> Any:
+        x = rms_norm(hat, gain, case.rms_eps)
+        return pack(x, ACTIVATION) if case.fp8 else x
 
     return [(expand, (y, x, post, comb)), (mix, (x, pre, hc)), (norm, (y, gain))]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels_pallas.mega_mhc.backward import backward
 from kernels_pallas.mega_mhc.finish import finish
@@ -29,6 +30,7 @@ def refusal(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
@@ -69,9 +71,10 @@ def forward(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
     interpret: Any = False,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+) -> tuple[tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array], jax.Array]:
     """`run` without its gradient, and what that needs besides (see `kernels_pallas.mega_mhc.finish.finish`)."""
     t, n, d = streams.shape
     f32 = jnp.float32
@@ -85,14 +88,15 @@ def forward(
     new, hat, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), tile, interpret)
     scale = hc.scale.astype(f32)[np.repeat(np.arange(3), (n, n, n * n))]
     predictor = (scale, hc.base.astype(f32))
-    outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, interpret)
-    own_pre, own_post, own_comb, stats, x = (out[:t] for out in outs)
+    outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, fp8, interpret)
+    own_pre, own_post, own_comb, stats, *x = (out[:t] for out in outs)
+    x = (lax.bitcast_convert_type(x[0], jnp.uint8), x[1]) if fp8 else x[0]
     return (new[:t], x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
 
 
 # A model has this op at every site: lowered once, not once a site.
 _lowered_once = (
-    jax.jit(forward, static_argnames=("iters", "eps", "rms_eps", "tile", "interpret")),
+    jax.jit(forward, static_argnames=("iters", "eps", "rms_eps", "fp8", "tile", "interpret")),
     jax.jit(backward, static_argnums=(4, 5, 6, 7)),
 )
 
@@ -109,20 +113,23 @@ def run(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. tile: other sizes than `choose` picks; interpret: parameters of Pallas'
     interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
     there, back = (forward, backward) if interpret else _lowered_once
 
     def keep(*args: Any) -> tuple[Any, Any]:
-        outputs, stats = there(*args, **static, tile=tile, interpret=interpret)
+        outputs, stats = there(*args, **static, fp8=fp8, tile=tile, interpret=interpret)
         return outputs, (args, stats, outputs[1])
 
     def pull(kept: Any, cotangents: Any) -> Any:
         args, stats, x = kept
+        if fp8:
+            raise TypeError("mega_mhc: fp8: found a gradient, allowed are values only")
         return back(args, stats, x, cotangents, iters, eps, SMS, interpret)
 
     return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))

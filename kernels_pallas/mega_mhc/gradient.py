@@ -17,4 +17,4 @@ def differentiable(forward: Callable, pull: Callable, args: tuple) -> Any:
     flat = (a.reshape(-1, *a.shape[len(lead) :]) for a in args[:ROWS])
     call = jax.custom_vjp(lambda *args: forward(*args)[0])
     call.defvjp(forward, pull)
-    return tuple(a.reshape(*lead, *a.shape[1:]) for a in call(*flat, *args[ROWS:]))
+    return jax.tree.map(lambda a: a.reshape(*lead, *a.shape[1:]), call(*flat, *args[ROWS:]))

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dsv41.quant import ACTIVATION, pack
 from kernels_pallas.mega_mhc.gradient import differentiable
 from kernels_pallas.mega_mhc.reference import predicted, sinkhorn, total
 
@@ -29,6 +30,7 @@ def refusal(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
     *lead, n, d = streams.shape
@@ -248,8 +250,9 @@ def run(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. interpret: parameters of Pallas' interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
 
@@ -261,4 +264,5 @@ def run(
         args, z, rms = kept
         return backward(args, z, rms, cotangents, iters, eps, rms_eps, interpret)
 
-    return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))
+    new, x, *own = differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))
+    return new, pack(x, ACTIVATION) if fp8 else x, *own

@@ -145,7 +145,7 @@ def test_tiles_are_shared_out_once(tiles, chunks, blocks):
     assert work.parts().tolist() == [len(set(owners[c * tiles : (c + 1) * tiles])) for c in range(chunks)]
 
 
-@pytest.mark.parametrize("name", cases.REAL)
+@pytest.mark.parametrize("name", [name for name, case in cases.REAL.items() if not case.fp8])
 def test_gradients_of_real_shapes_lower_for_the_device(name):
     case = cases.REAL[name]
     args = cases.abstract(case)
