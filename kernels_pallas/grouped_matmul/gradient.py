@@ -1,8 +1,6 @@
 """Gradient of each group's weight on Hopper (Pallas Mosaic GPU): the group's rows of two arrays, multiplied over the rows.
 
-A group's rows are few and its weight is large, so a tile is soon done and its way out takes as long as its products. Two pairs
-of warpgroups share a CTA, one copying and one multiplying in each, every pair with tiles and slots of its own: while one writes,
-the other multiplies.
+One warpgroup copies 64 rows at a time into a ring of slots, two others multiply, each its own rows of the tile.
 """
 
 from collections.abc import Callable
@@ -15,24 +13,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul.product import PIECE, ROWS, TILED
+from kernels_pallas.grouped_matmul.product import CONSUMERS, PIECE, REGISTERS, ROWS, TILED
 
-PAIRS = 2
-_REGISTERS = 40, 216  # a thread of a copying and of a multiplying warpgroup, of 512 for two of each
 _MASKED = 32  # rows that are cleared at once
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Static choices: rows and cols of a tile of the gradient, slots of a pair's ring."""
+    """Static choices: rows and cols of a tile of the gradient, slots of the ring."""
 
     rows: int = 128
-    cols: int = 128
-    stages: int = 3
+    cols: int = 256
+    stages: int = 4
 
 
-def walk(sizes: Any, items: int, pairs: int, visit: Callable[..., None]) -> Any:
-    """Calls ``visit(step, steps, group, begin, low, high, item)`` for each of this pair's tiles, ``items`` a group.
+def walk(sizes: Any, items: int, ctas: int, visit: Callable[..., None]) -> Any:
+    """Calls ``visit(step, steps, group, begin, low, high, item)`` for each of this CTA's tiles, ``items`` a group.
 
     step: how many steps of 64 rows came before; steps: those of the tile. The first begins at row ``begin``, a multiple of 8 as
     copies of tiles of 8 rows ask for; the group's rows are from ``low`` to ``high`` of there. Returns the number of steps.
@@ -43,16 +39,15 @@ def walk(sizes: Any, items: int, pairs: int, visit: Callable[..., None]) -> Any:
         size = sizes[group]
         low = lax.rem(start, jnp.int32(8))
         steps = jnp.where(size > 0, lax.div(low + size + (ROWS - 1), jnp.int32(ROWS)), 0)
-        own = lax.div(jnp.maximum(items - ahead, 0) + (pairs - 1), jnp.int32(pairs))
+        own = lax.div(jnp.maximum(items - ahead, 0) + (ctas - 1), jnp.int32(ctas))
 
         def one_tile(i: Any, _: None) -> None:
-            visit(step + i * steps, steps, group, start - low, low, low + size, ahead + i * pairs)
+            visit(step + i * steps, steps, group, start - low, low, low + size, ahead + i * ctas)
 
         lax.fori_loop(0, own, one_tile, None)
-        return step + own * steps, start + size, ahead + own * pairs - items
+        return step + own * steps, start + size, ahead + own * ctas - items
 
-    first = lax.axis_index("cta") * PAIRS + lax.rem(lax.axis_index("wg"), jnp.int32(PAIRS))
-    return lax.fori_loop(0, sizes.shape[0], one_group, (jnp.int32(0), jnp.int32(0), first))[0]
+    return lax.fori_loop(0, sizes.shape[0], one_group, (jnp.int32(0), jnp.int32(0), lax.axis_index("cta")))[0]
 
 
 def _clear(ref: Any, low: Any, high: Any) -> None:
@@ -79,18 +74,17 @@ def weight_gradient(
     width, depth, groups = g.shape[1], x.shape[1], sizes.shape[0]
     col_tiles = pl.cdiv(depth, tile.cols)
     items = pl.cdiv(width, tile.rows) * col_tiles
-    ctas = min(ctas, pl.cdiv(items * groups, PAIRS))
-    stages = tile.stages
+    ctas = min(ctas, items * groups)
+    stages, own_rows, own_cols = tile.stages, tile.rows // CONSUMERS, tile.cols // CONSUMERS
 
-    def body(g_ref, x_ref, sizes_ref, out_ref, a_smem, b_smem, out_smem, full, empty):
+    def body(g_ref, x_ref, sizes_ref, out_ref, a_smem, b_smem, out_smem, full, empty, cleared):
         wg = lax.axis_index("wg")
-        pair = lax.rem(wg, jnp.int32(PAIRS))
 
         def place(item: Any) -> tuple[Any, Any]:
             return lax.div(item, jnp.int32(col_tiles)) * tile.rows, lax.rem(item, jnp.int32(col_tiles)) * tile.cols
 
         def producer() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(REGISTERS[0], action="decrease")
 
             def visit(first: Any, steps: Any, group: Any, begin: Any, low: Any, high: Any, item: Any) -> None:
                 row, col = place(item)
@@ -98,78 +92,84 @@ def weight_gradient(
                 def one_step(k: Any, _: None) -> None:
                     step = first + k
                     slot = lax.rem(step, jnp.int32(stages))
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[pair, slot]))
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     tokens = pl.ds(begin + k * ROWS, ROWS)
-                    barrier = full.at[pair, slot]
-                    plgpu.copy_gmem_to_smem(g_ref.at[tokens, pl.ds(row, tile.rows)], a_smem.at[pair, slot], barrier)
-                    plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(col, tile.cols)], b_smem.at[pair, slot], barrier)
+                    barrier = full.at[slot]
+                    plgpu.copy_gmem_to_smem(g_ref.at[tokens, pl.ds(row, tile.rows)], a_smem.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(col, tile.cols)], b_smem.at[slot], barrier)
 
                 lax.fori_loop(0, steps, one_step, None)
 
-            steps = walk(sizes_ref, items, ctas * PAIRS, visit)
+            steps = walk(sizes_ref, items, ctas, visit)
             for slot in range(stages):
-                pl.when(steps > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[pair, slot]))
+                pl.when(steps > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
 
         def consumer() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(REGISTERS[1], action="increase")
 
             def visit(first: Any, steps: Any, group: Any, begin: Any, low: Any, high: Any, item: Any) -> None:
                 row, col = place(item)
+
+                def own_a(slot: Any) -> Any:
+                    return a_smem.at[slot, :, pl.ds(wg * own_rows, own_rows)]
 
                 def accumulate(acc: Any) -> Any:
                     def one_step(k: Any, _: None) -> None:
                         step = first + k
                         slot = lax.rem(step, jnp.int32(stages))
-                        plgpu.barrier_wait(full.at[pair, slot])
+                        plgpu.barrier_wait(full.at[slot])
                         own_low, own_high = low - k * ROWS, high - k * ROWS
 
                         @pl.when((own_low > 0) | (own_high < ROWS))
                         def _() -> None:
-                            _clear(a_smem.at[pair, slot], own_low, own_high)
-                            _clear(b_smem.at[pair, slot], own_low, own_high)
+                            _clear(own_a(slot), own_low, own_high)
+                            _clear(b_smem.at[slot, :, pl.ds(wg * own_cols, own_cols)], own_low, own_high)
                             plgpu.commit_smem()
+                            plgpu.barrier_arrive(cleared)
+                            plgpu.barrier_wait(cleared)
 
-                        plgpu.wgmma(acc, a_smem.at[pair, slot].transpose((1, 0)), b_smem.at[pair, slot])
+                        plgpu.wgmma(acc, own_a(slot).transpose((1, 0)), b_smem.at[slot])
                         plgpu.wgmma_wait(1)
                         before = lax.rem(step + (stages - 1), jnp.int32(stages))
-                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[pair, before]))
+                        pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
 
                     lax.fori_loop(0, steps, one_step, None)
                     return acc[...]
 
-                acc = pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
+                acc = pl.run_scoped(accumulate, plgpu.ACC((own_rows, tile.cols), jnp.float32))
                 last = lax.rem(first + steps + (stages - 1), jnp.int32(stages))
-                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[pair, last]))
+                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
                 acc = acc.astype(jnp.bfloat16)
                 slot = 0
-                for i in range(0, tile.rows, ROWS):
+                for i in range(0, own_rows, ROWS):
                     for j in range(0, tile.cols, PIECE):
                         plgpu.wait_smem_to_gmem(out_smem.shape[1] - 1, wait_read_only=True)
-                        out_smem[pair, slot] = acc[i : i + ROWS, j : j + PIECE]
+                        out_smem[wg, slot] = acc[i : i + ROWS, j : j + PIECE]
                         plgpu.commit_smem()
-                        at = out_ref.at[group, pl.ds(row + i, ROWS), pl.ds(col + j, PIECE)]
-                        plgpu.copy_smem_to_gmem(out_smem.at[pair, slot], at)
+                        at = out_ref.at[group, pl.ds(row + wg * own_rows + i, ROWS), pl.ds(col + j, PIECE)]
+                        plgpu.copy_smem_to_gmem(out_smem.at[wg, slot], at)
                         slot = (slot + 1) % out_smem.shape[1]
 
-            walk(sizes_ref, items, ctas * PAIRS, visit)
+            walk(sizes_ref, items, ctas, visit)
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(wg < PAIRS)(consumer)
-        pl.when(wg >= PAIRS)(producer)
+        pl.when(wg < CONSUMERS)(consumer)
+        pl.when(wg == CONSUMERS)(producer)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((groups, width, depth), jnp.bfloat16),
         scratch_types=(
-            plgpu.SMEM((PAIRS, stages, ROWS, tile.rows), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((PAIRS, stages, ROWS, tile.cols), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((PAIRS, 2, ROWS, PIECE), jnp.bfloat16, transforms=TILED),
-            plgpu.Barrier(num_arrivals=2, num_barriers=(PAIRS, stages)),
-            plgpu.Barrier(num_barriers=(PAIRS, stages)),
+            plgpu.SMEM((stages, ROWS, tile.rows), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, ROWS, tile.cols), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((CONSUMERS, 2, ROWS, PIECE), jnp.bfloat16, transforms=TILED),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=CONSUMERS),
         ),
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=2 * PAIRS,
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0

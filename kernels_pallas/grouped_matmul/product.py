@@ -22,7 +22,7 @@ PIECE = 64  # columns that leave at once
 CONSUMERS = 2
 TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _FLAT: Any = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
-_REGISTERS = 40, 232  # a thread of the copying warpgroup and of each other, of 504 for the three
+REGISTERS = 40, 232  # a thread of the copying warpgroup and of each other, of 504 for the three
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def product(
             return lax.rem(step, jnp.int32(stages))
 
         def producer() -> None:
-            plgpu.set_max_registers(_REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(REGISTERS[0], action="decrease")
 
             def visit(number: Any, group: Any, row: Any, taken: Any, col: Any) -> None:
                 def one_step(k: Any, _: None) -> None:
@@ -191,7 +191,7 @@ def product(
                 pl.when(number * steps > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
 
         def consumer() -> None:
-            plgpu.set_max_registers(_REGISTERS[1], action="increase")
+            plgpu.set_max_registers(REGISTERS[1], action="increase")
             writer = Writer(out_ref, tuple(ref.at[wg] for ref in views(staged, native)))
 
             def pass_by(first: Any) -> None:

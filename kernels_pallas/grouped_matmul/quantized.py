@@ -54,7 +54,7 @@ def quantized_product(
     paired, native = len(weights) == 2, interpret is None
     assert not paired or tile.parts == 2
     lines, stages = depth // codes.depth, tile.stages
-    blocks = codes.depth // BLOCK
+    blocks, own_blocks = codes.depth // BLOCK, codes.turn // BLOCK
     wide = tile.consumers * COLS
     out_cols = wide * (1 if paired else tile.parts)
     col_tiles = pl.cdiv(width, out_cols)
@@ -128,12 +128,15 @@ def quantized_product(
                     def use(k: Any, slot: Any, scales: list[Any]) -> list[Any]:
                         later = scales_of(jnp.minimum(k + 1, lines - 1))
                         plgpu.barrier_wait(full.at[slot])
-                        for block in range(blocks):
+                        for turn in range(unpack.TURNS):
                             for part, acc in enumerate(accs):
                                 stored = codes_smem.at[slot, part, pl.ds(wg * COLS, COLS)]
-                                a = unpack.registers(stored, scales[part], codes, block, _TILED_BYTES)
-                                plgpu.wgmma(acc, a, x_tiled.at[slot, block].transpose((1, 0)))
-                            plgpu.wgmma_wait(tile.parts)
+                                words = unpack.load_codes(stored, turn, _TILED_BYTES)
+                                a = unpack.registers(words, scales[part], codes, turn)
+                                for i in range(own_blocks):
+                                    b = x_tiled.at[slot, turn * own_blocks + i].transpose((1, 0))
+                                    plgpu.wgmma(acc, a[:, i * BLOCK : (i + 1) * BLOCK], b)
+                                plgpu.wgmma_wait(own_blocks)
                         plgpu.wgmma_wait(0)
                         return later
 
