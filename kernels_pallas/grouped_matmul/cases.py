@@ -126,12 +126,12 @@ def arguments(case: Case, seed: int = 0, poison: bool = False) -> tuple:
 
 
 def cost(case: Case) -> tuple[int, int]:
-    """Bytes that must move (weights of groups that have rows, rows both ways) and FLOPs; gradients: both others as well."""
+    """Bytes that must move (weights of groups that have rows, their rows, all results) and FLOPs; gradients: both others too."""
     sizes = group_sizes(case)
     used, rows, both = int((sizes > 0).sum()), int(sizes.sum()), 2 if case.paired else 1
     stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(_weight_shapes(case))) // case.groups
     size = jnp.dtype(case.dtype).itemsize
-    io, flops = rows * (case.depth + case.width) * size, both * 2 * rows * case.depth * case.width
+    io, flops = (rows * case.depth + case.rows * case.width) * size, both * 2 * rows * case.depth * case.width
     weights = both * used * stored
     if not case.backward:
         return weights + io, flops
