@@ -1,5 +1,7 @@
 """Mixture of experts: sqrt-softplus routing with a correction bias, grouped expert products, shared expert (architecture §9)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -50,6 +52,48 @@ def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
     return linear(hidden.astype(x.dtype), w.w2)
 
 
+@jax.custom_vjp
+def _spread(x: Array, order: Array, place: Array) -> Array:
+    """Each row of ``x`` once for each of its items, in ``order``; ``place`` is where an item went.
+
+    Its gradient and that of `_gathered` are each other's, written out: sums over an item's known places in float32 and in a
+    known order, where XLA's own would add rows into shared memory as they come.
+    """
+    return x[order // (order.size // x.shape[0])]
+
+
+def _spread_forward(x: Array, order: Array, place: Array) -> tuple[Array, Any]:
+    return _spread(x, order, place), (order, place, x.shape[0])
+
+
+def _spread_backward(kept: Any, g: Array) -> tuple:
+    order, place, count = kept
+    return _gathered(g, order, place, count).astype(g.dtype), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+def _gathered_primal(rows: Array, order: Array, place: Array, count: int) -> Array:
+    """Sums in float32 of the rows of each of ``count`` tokens' items."""
+    return jnp.sum(rows[place].astype(jnp.float32).reshape(count, -1, *rows.shape[1:]), axis=1)
+
+
+_gathered: Any = jax.custom_vjp(_gathered_primal, nondiff_argnums=(3,))
+
+
+def _gathered_forward(rows: Array, order: Array, place: Array, count: int) -> tuple[Array, Any]:
+    return _gathered_primal(rows, order, place, count), (order, place, jnp.zeros((), rows.dtype))
+
+
+def _gathered_backward(count: int, kept: Any, g: Array) -> tuple:
+    order, place, like = kept
+    return _spread(g.astype(like.dtype), order, place), None, None
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
 def grouped_experts(
     x: Float[Array, "N D"],
     ids: Int[Array, "N k"],
@@ -63,8 +107,7 @@ def grouped_experts(
     Tokens are sorted by expert for `kernels_pallas.grouped_matmul`. Without a kernel for it, fewer token-expert pairs than
     experts need no sorting.
     """
-    experts, k = params.w1.shape[0], ids.shape[1]
-    items = ids.size
+    experts, items = params.w1.shape[0], ids.size
     rows, scale = jax.ShapeDtypeStruct((items, x.shape[1]), x.dtype), jax.ShapeDtypeStruct((items,), weights.dtype)
     sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
     into = registry.choose("grouped_matmul", "auto", rows, (params.w1, params.w3), sizes, scale, limit=limit)
@@ -79,10 +122,10 @@ def grouped_experts(
     expert = jnp.where(live[:, None], ids, experts).reshape(-1)
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    hidden = grouped_swiglu(x[order // k], params.w1, params.w3, sizes, weights.reshape(-1)[order], limit=limit)
-    out = grouped_matmul(hidden, params.w2, sizes)
     place = jnp.zeros((items,), jnp.int32).at[order].set(jnp.arange(items, dtype=jnp.int32), unique_indices=True)
-    return jnp.sum(out[place].astype(jnp.float32).reshape(*ids.shape, -1), axis=1)
+    scale = _spread(weights.reshape(-1), order, place)
+    hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
+    return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])
 
 
 def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int) -> Float32[Array, " E"]:
