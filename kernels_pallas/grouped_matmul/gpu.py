@@ -1,6 +1,7 @@
 """`grouped_matmul` on Hopper: kernels of Pallas Mosaic GPU for array weights, both their gradients, and stored weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def _none(a: jax.Array) -> np.ndarray:
 
 
 def _product_primal(x: jax.Array, weight: jax.Array, sizes: jax.Array, device: Device) -> jax.Array:
-    return product(x, (weight,), sizes, ctas=device.ctas, interpret=device.interpret)
+    return product((x,), (weight,), sizes, ctas=device.ctas, interpret=device.interpret)
 
 
 def _product_forward(x: jax.Array, weight: jax.Array, sizes: jax.Array, device: Device) -> tuple[jax.Array, tuple]:
@@ -78,7 +79,7 @@ def _product_forward(x: jax.Array, weight: jax.Array, sizes: jax.Array, device: 
 
 def _product_backward(device: Device, kept: tuple, g: jax.Array) -> tuple:
     x, weight, sizes = kept
-    g_x = product(g, (weight,), sizes, transposed=True, ctas=device.ctas, interpret=device.interpret)
+    g_x = product((g,), (weight,), sizes, transposed=True, ctas=device.ctas, interpret=device.interpret)
     return g_x, weight_gradient(g, x, sizes, ctas=device.ctas, interpret=device.interpret), _none(sizes)
 
 
@@ -89,24 +90,26 @@ _product.defvjp(_product_forward, _product_backward)
 def _swiglu_primal(
     x: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, scale: jax.Array, limit: float, device: Device
 ) -> jax.Array:
-    return product(x, (gate, up), sizes, _padded(scale, 64), limit=limit, ctas=device.ctas, interpret=device.interpret)
+    return product((x,), (gate, up), sizes, _padded(scale, 64), limit=limit, ctas=device.ctas, interpret=device.interpret)
 
 
 def _swiglu_forward(
     x: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, scale: jax.Array, limit: float, device: Device
 ) -> tuple[jax.Array, Any]:
     # The gradient needs both products, so here they are computed apart.
-    def apart(x: jax.Array, gate: jax.Array, up: jax.Array, scale: jax.Array) -> jax.Array:
-        g, u = (_product(x, w, sizes, device) for w in (gate, up))
-        return (swiglu(g, u, limit) * scale[:, None]).astype(x.dtype)
-
-    out, pull = jax.vjp(apart, x, gate, up, scale)
-    return out, (pull, sizes)
+    products = _product_primal(x, gate, sizes, device), _product_primal(x, up, sizes, device)
+    return _gated(products, scale, limit), (x, gate, up, sizes, scale, products)
 
 
-def _swiglu_backward(limit: float, device: Device, kept: Any, g: jax.Array) -> tuple:
-    pull, sizes = kept
-    g_x, g_gate, g_up, g_scale = pull(g)
+def _gated(products: tuple[jax.Array, jax.Array], scale: jax.Array, limit: float) -> jax.Array:
+    return (swiglu(*products, limit) * scale[:, None]).astype(products[0].dtype)
+
+
+def _swiglu_backward(limit: float, device: Device, kept: tuple, g: jax.Array) -> tuple:
+    x, gate, up, sizes, scale, products = kept
+    g_products, g_scale = jax.vjp(partial(_gated, limit=limit), products, scale)[1](g)
+    g_x = product(g_products, (gate, up), sizes, transposed=True, ctas=device.ctas, interpret=device.interpret)
+    g_gate, g_up = (weight_gradient(own, x, sizes, ctas=device.ctas, interpret=device.interpret) for own in g_products)
     return g_x, g_gate, g_up, _none(sizes), g_scale
 
 

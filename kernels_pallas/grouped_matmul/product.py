@@ -128,7 +128,7 @@ def swiglu(gate: Any, up: Any, limit: float) -> Any:
 
 
 def product(
-    x: jax.Array,
+    xs: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     sizes: jax.Array,
     scale: jax.Array | None = None,
@@ -139,20 +139,23 @@ def product(
     ctas: int = 132,
     interpret: Any = None,
 ) -> jax.Array:
-    """``[T, N]`` bfloat16: rows of x ``[T, K]`` times the transpose of their group's weight; zeros past the last group.
+    """``[T, N]`` bfloat16: rows ``[T, K]`` times the transpose of their group's weight; zeros past the last group.
 
-    weights: one array ``[E, N, K]`` bfloat16, ``[E, K, N]`` where ``transposed``; or two, gate and up, of which the result is
-    ``scale * swiglu(gate, up)``, scale ``[T + 64]`` float32. sizes ``[E]`` int32: rows of each group, one after the other.
+    weights ``[E, N, K]`` bfloat16, ``[E, K, N]`` where ``transposed``. Several of each: the sum of their products. With ``scale``
+    ``[T + 64]`` float32, of one x and two weights, gate and up, ``scale * swiglu(gate, up)``. sizes ``[E]`` int32: rows of each
+    group, one after the other.
     """
-    rows, depth = x.shape
+    rows, depth = xs[0].shape
     width = weights[0].shape[2 if transposed else 1]
-    paired, native = len(weights) == 2, interpret is None
+    paired, native = scale is not None, interpret is None
     steps, stages = pl.cdiv(depth, DEPTH), tile.stages
-    out_cols = tile.cols // len(weights)
+    whole = steps * len(xs)
+    out_cols = tile.cols // (2 if paired else 1)
     col_tiles = pl.cdiv(width, out_cols)
     ctas = min(ctas, col_tiles * (pl.cdiv(rows, ROWS) + sizes.shape[0]))
 
-    def body(x_ref: Any, *refs: Any) -> None:
+    def body(*refs: Any) -> None:
+        x_refs, refs = refs[: len(xs)], refs[len(xs) :]
         w_refs, sizes_ref, scales = refs[: len(weights)], refs[len(weights)], refs[len(weights) + 1 : -6]
         out_ref, a_smem, b_smem, staged, full, empty = refs[-6:]
         a_flat, a_tiled = views(a_smem, native)
@@ -165,10 +168,7 @@ def product(
             plgpu.set_max_registers(REGISTERS[0], action="decrease")
 
             def visit(number: Any, group: Any, row: Any, taken: Any, col: Any) -> None:
-                def one_step(k: Any, _: None) -> None:
-                    step = number * steps + k
-                    slot = slot_of(step)
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                def copy(k: Any, slot: Any, x_ref: Any, w_refs: Any) -> None:
                     deep = pl.ds(k * DEPTH, DEPTH)
 
                     def copy_rows(count: int) -> None:
@@ -183,12 +183,23 @@ def product(
                         place = b_smem.at[slot, pl.ds(i * out_cols, out_cols)] if paired else b_smem.at[slot]
                         plgpu.copy_gmem_to_smem(source, place, full.at[slot])
 
-                lax.fori_loop(0, steps, one_step, None)
+                def one_step(k: Any, _: None) -> None:
+                    step = number * whole + k
+                    slot = slot_of(step)
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                    if paired:
+                        copy(k, slot, x_refs[0], w_refs)
+                        return
+                    for i, (x_ref, w_ref) in enumerate(zip(x_refs, w_refs, strict=True)):
+                        own = (k >= i * steps) & (k < (i + 1) * steps)
+                        pl.when(own)(lambda i=i, x_ref=x_ref, w_ref=w_ref: copy(k - i * steps, slot, x_ref, (w_ref,)))
+
+                lax.fori_loop(0, whole, one_step, None)
 
             number, _, _ = walk(sizes_ref, CONSUMERS * ROWS, col_tiles, ctas, visit)
             # Sees the last arrival of every slot, so that none is left to a kernel that has ended.
             for slot in range(stages):
-                pl.when(number * steps > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
+                pl.when(number * whole > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
 
         def consumer() -> None:
             plgpu.set_max_registers(REGISTERS[1], action="increase")
@@ -199,7 +210,7 @@ def product(
                     plgpu.barrier_wait(full.at[slot_of(first + k)])
                     plgpu.barrier_arrive(empty.at[slot_of(first + k)])
 
-                lax.fori_loop(0, steps, one_step, None)
+                lax.fori_loop(0, whole, one_step, None)
 
             def multiply(first: Any, row: Any, left: Any, col: Any) -> None:
                 def accumulate(acc: Any) -> Any:
@@ -211,11 +222,11 @@ def product(
                         plgpu.wgmma_wait(1)
                         pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[slot_of(first + k + (stages - 1))]))
 
-                    lax.fori_loop(0, steps, one_step, None)
+                    lax.fori_loop(0, whole, one_step, None)
                     return acc[...]
 
                 acc = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.cols), jnp.float32))
-                plgpu.barrier_arrive(empty.at[slot_of(first + (steps - 1))])
+                plgpu.barrier_arrive(empty.at[slot_of(first + (whole - 1))])
                 if paired:
                     layout = plgpu.Layout.WGMMA.reduce(1)
                     factor = plgpu.load(scales[0].at[pl.ds(row, ROWS)], layout=layout, optimized=False)
@@ -227,8 +238,8 @@ def product(
 
             def visit(number: Any, group: Any, row: Any, taken: Any, col: Any) -> None:
                 left = taken - wg * ROWS
-                pl.when(left > 0)(lambda: multiply(number * steps, row + wg * ROWS, left, col))
-                pl.when(left <= 0)(lambda: pass_by(number * steps))
+                pl.when(left > 0)(lambda: multiply(number * whole, row + wg * ROWS, left, col))
+                pl.when(left <= 0)(lambda: pass_by(number * whole))
 
             _, end, ahead = walk(sizes_ref, CONSUMERS * ROWS, col_tiles, ctas, visit)
             writer.clear(end, ahead, ctas, CONSUMERS)
@@ -244,7 +255,7 @@ def product(
             two_views((stages, CONSUMERS * ROWS, DEPTH), native),
             plgpu.SMEM(b_shape, jnp.bfloat16, transforms=TILED),
             two_views((CONSUMERS, 2, ROWS, PIECE), native),
-            plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=3 if paired else 2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ),
         grid=(ctas,),
@@ -258,4 +269,4 @@ def product(
             reduction_scratch_bytes=0,
         ),
         interpret=interpret,
-    )(x, *weights, sizes, *([] if scale is None else [scale]))
+    )(*xs, *weights, sizes, *([] if scale is None else [scale]))
