@@ -76,9 +76,11 @@ def test_tpu_interpreted(name):
 
 
 def gradients(run, args, cotangent, **options):
-    x, weights, sizes, scale = args
-    _, pull = jax.vjp(lambda x, weights, scale: run(x, weights, sizes, scale, **options), x, weights, scale)
-    return pull(cotangent)
+    @jax.jit
+    def pulled(x, weights, sizes, scale, cotangent):
+        return jax.vjp(lambda x, weights, scale: run(x, weights, sizes, scale, **options), x, weights, scale)[1](cotangent)
+
+    return pulled(*args, cotangent)
 
 
 @pytest.mark.parametrize(
