@@ -155,8 +155,8 @@ def finish(size: int, pool: bool, queries: int) -> str:
 
     Operands: the product's 16 registers of each query; the two keys' scales (float32); shared addresses of the first query's
     weights and of what `prepare_query` says of it; first place of the warp's 16 keys; lane; global addresses of the scores (rows
-    of ``size``, a multiple of 64), of their blocks' maxima and (``pool``) of their blocks' numbers; where there are none an entry's
-    number is its place. What is not visible scores -inf.
+    of ``size``, a multiple of 64), of their blocks' maxima and (``pool``) of their blocks' numbers; else an entry's number is its
+    place. What is not visible scores -inf.
     """
     of = 16 * queries
     scales, (weights, spans, place, lane, out, best, numbers) = (f"${of}", f"${of + 1}"), (f"${of + i}" for i in range(2, 9))
