@@ -152,9 +152,8 @@ def _keys(keys: jax.Array, table: Any, entries: int, pool: Any, time: int) -> Ke
 def _scoring(batch: int, time: int, size: int, pooled: bool) -> Scoring:
     if pooled or time == 1:
         return Scoring()
-    if time < 16:
-        return Scoring(queries=time, at_once=2 if time % 2 == 0 else 1, ctas=132)
-    return Scoring(queries=16, at_once=4, ctas=132)
+    queries = min(16, time + time % 2)
+    return Scoring(queries=queries, at_once=2 if queries % 4 else 4, ctas=132)
 
 
 def _slicing(rows: int, size: int) -> Slicing:
