@@ -104,6 +104,45 @@ def unpack() -> str:
     return block(lines, words)
 
 
+def load(size: int, granule: int) -> str:
+    """A thread's part of 16 keys that are bfloat16 values, brought to fp16's range by a power of two each.
+
+    Results as `unpack`'s. Operands from $34 on: as `start_copy`'s first two, number of the first entry, lane.
+    """
+    lines = ["shr.u32 r, $37, 2; and.b32 c, $37, 3;"]
+    words = ["r", "c", "e", "g", "x", "y", "z", "most"]
+    for key in range(2):
+        words += [f"w{key}{i}" for i in range(16)]
+        lines += [f"mov.b32 w{key}{i}, 0;" for i in range(16)]
+        lines += [
+            f"add.u32 e, $36, r; {'add.u32 e, e, 8;' if key else ''} setp.lt.u32 p, e, {size};",
+            f"div.u32 g, e, {granule}; mul.lo.u32 x, g, {granule}; sub.u32 e, e, x; mad.wide.u32 a, g, 4, $35;",
+            "mov.b32 x, -1; @p ld.global.nc.b32 x, [a + 0]; setp.ge.s32 p, x, 0; add.u32 x, x, e;",
+            f"mad.wide.u32 a, x, {2 * WIDTH}, $34; mad.wide.u32 a, c, {WIDTH // 2}, a;",
+        ]
+        for i in range(4):
+            lines.append(f"@p ld.global.nc.v4.b32 {{{', '.join(f'w{key}{4 * i + j}' for j in range(4))}}}, [a + {16 * i}];")
+    for key in range(2):
+        lines.append("mov.b32 most, 0;")
+        lines += [f"and.b32 x, w{key}{i}, 0x7FFF7FFF; max.u16x2 most, most, x;" for i in range(16)]
+        lines.append("shr.u32 x, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, x;")
+        lines += [f"shfl.sync.bfly.b32 x|p, most, {step}, 31, -1; max.u32 most, most, x;" for step in (1, 2)]
+        lines.append("shr.u32 most, most, 7; max.u32 most, most, 16; sub.u32 x, 268, most; shl.b32 x, x, 23; mov.b32 f, x;")
+        lines.append(f"sub.u32 x, most, 14; shl.b32 ${32 + key}, x, 23;")
+        for i in range(4):
+            for pair in range(4):
+                for name, word in (("y", pair // 2), ("z", pair // 2 + 2)):
+                    half = (
+                        f"and.b32 {name}, w{key}{4 * i + word}, 0xFFFF0000;"
+                        if pair % 2
+                        else f"shl.b32 {name}, w{key}{4 * i + word}, 16;"
+                    )
+                    lines.append(half)
+                out = 4 * (2 * i + pair // 2) + 2 * (pair % 2) + key
+                lines.append(f"mov.b32 v, y; mul.f32 v, v, f; mov.b32 u, z; mul.f32 u, u, f; cvt.rn.f16x2.f32 ${out}, u, v;")
+    return block(lines, words, ".reg .b64 a; .reg .pred p; .reg .f32 f, u, v;")
+
+
 def prepare_query(wide: bool, wide_weights: bool) -> str:
     """A warpgroup writes a query's 32 heads as the product's second operand, each head brought to 2**14 .. 2**15, and weights.
 

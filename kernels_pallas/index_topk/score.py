@@ -33,7 +33,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where stored keys lie: rows uint8 ``[R, 68]``, of which queries have ``size`` entries in granules of ``granule``.
+    """Where keys lie: rows uint8 ``[R, 68]`` or bfloat16 ``[R, 128]``; queries have ``size`` entries in granules of ``granule``.
 
     starts int32 ``[B, g]``, or ``[B * T, g]`` with pool: the row of each granule's first entry, negative where it is absent. pool
     int32 ``[B * T, size / 8]``: which blocks of 8 entries a query's granules are, -1 for none, size a multiple of 64; None where
@@ -69,7 +69,8 @@ def scores(
     if at_once not in (1, 2, 4) or queries % at_once:
         raise ValueError(f"at_once: found {at_once}, allowed are 1, 2 and 4, of which {queries} queries are a multiple")
     groups = -(-time // queries)
-    workers, slots = scoring.warpgroups, scoring.slots
+    # Values are read from device memory as they are needed: their bytes would not leave room for queries.
+    workers, slots = scoring.warpgroups, scoring.slots if stored.rows.dtype == jnp.uint8 else 0
     parts = max(1, min(scoring.ctas // (batch * groups), -(-stored.size // (TILE * workers))))
     stride = parts * workers
     pitch = -(-stored.size // TILE) * TILE
@@ -103,9 +104,10 @@ def scores(
             pl.when(slot < turns)(lambda slot=slot: side.copy(source, worker + slot * stride, jnp.int32(slot)))
 
         def turn(i, _):
-            tile, slot = worker + i * stride, lax.rem(i, slots)
+            tile, slot = worker + i * stride, lax.rem(i, max(slots, 1))
             a, scale = side.keys(source, tile, i, slot)
-            pl.when(i + slots < turns)(lambda: side.copy(source, tile + slots * stride, slot))
+            if slots:
+                pl.when(i + slots < turns)(lambda: side.copy(source, tile + slots * stride, slot))
 
             def some(chunk, _):
                 acc = side.product(a, refs.q_smem.at[chunk])
@@ -125,8 +127,8 @@ def scores(
             plgpu.SMEM((queries // at_once, at_once * HEADS, WIDTH), jnp.float16, transforms=TILED),
             plgpu.SMEM((queries * HEADS,), jnp.float32),
             plgpu.SMEM((4 * queries,), jnp.int32),
-            plgpu.SMEM((warps * slots * WARP_BYTES // 4,), jnp.int32),
-            plgpu.SMEM((2 * warps * slots,), jnp.int32),
+            plgpu.SMEM((max(warps * slots * WARP_BYTES // 4, 4),), jnp.int32),
+            plgpu.SMEM((max(2 * warps * slots, 4),), jnp.int32),
             plgpu.Barrier(num_arrivals=workers),
         ),
         grid=(batch * groups, parts),

@@ -22,7 +22,7 @@ TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # py
 
 @dataclass(frozen=True)
 class Refs:
-    """What a CTA of ``workers`` warpgroups reads and writes; the barrier is the interpreter's."""
+    """What a CTA of ``workers`` warpgroups reads and writes; the barrier is the interpreter's. Without slots, no copies."""
 
     stored: Any
     slots: int
@@ -121,13 +121,19 @@ class Native:
             plgpu.ShapeDtypeStruct(shape, dtype, layout=layout[0])
             for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True)
         )
-        place: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR), return_type=result)
+        place: Any = plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[SCALAR] * 4), return_type=result)
 
-        def build(ctx: Any, ring: Any, barriers: Any, turn: Any, slot: Any) -> tuple:
-            turn, slot = turn.registers.item(), slot.registers.item()
-            parity = _low(arith.divui(turn, _c(self.refs.slots)), 1)
-            assembly(keys.wait(), [self._slot(barriers, slot, 8), parity], [])
-            words = assembly(keys.unpack(), [self._slot(ring, slot, WARP_BYTES), _lane()], [ir.IntegerType.get_signless(32)] * 34)
+        def build(ctx: Any, ring: Any, barriers: Any, rows: Any, starts: Any, *numbers: Any) -> tuple:
+            source, tile, turn, slot = (number.registers.item() for number in numbers)
+            types = [ir.IntegerType.get_signless(32)] * 34
+            if self.refs.slots:
+                parity = _low(arith.divui(turn, _c(self.refs.slots)), 1)
+                assembly(keys.wait(), [self._slot(barriers, slot, 8), parity], [])
+                words = assembly(keys.unpack(), [self._slot(ring, slot, WARP_BYTES), _lane()], types)
+            else:
+                stored = self.refs.stored
+                args = [global_address(rows), global_address(starts, (source, stored.starts.shape[1])), _place(tile), _lane()]
+                words = assembly(keys.load(stored.size, stored.granule), args, types)
             kinds = ir.VectorType.get((2,), ir.F16Type.get()), ir.VectorType.get((1,), ir.F32Type.get())
             arrays = []
             for part, kind, shape, layout in zip((words[:32], words[32:]), kinds, shapes, layouts, strict=True):
@@ -137,7 +143,8 @@ class Native:
                 arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=layout[1], _is_signed=None))
             return tuple(arrays)
 
-        return place(build)(self.refs.ring, self.refs.barriers, turn, slot)
+        refs = self.refs
+        return place(build)(refs.ring, refs.barriers, refs.rows, refs.starts, source, tile, turn, slot)
 
     def product(self, a: Any, q: Any) -> Any:
         """Keys times queries, ``[64, heads]`` float32."""
@@ -198,10 +205,13 @@ class Interpreted:
         start = self.refs.starts[source][place // stored.granule]
         there = (start >= 0) & (entry < stored.size)
         rows = self.refs.rows[...][jnp.where(there, start + place % stored.granule, 0)]
-        top = jnp.where(there, jnp.max(rows[:, WIDTH // 2 :], axis=1).astype(jnp.int32), 127)
-        values = jnp.ldexp(row_values(rows, INDEX_KEY, jnp.float32), 127 - top[:, None])
+        if rows.dtype == jnp.uint8:
+            top = jnp.where(there, jnp.max(rows[:, WIDTH // 2 :], axis=1).astype(jnp.int32) - 127, 0)
+        else:
+            top = jnp.frexp(jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1))[1] - 15
+        values = jnp.ldexp(row_values(rows, INDEX_KEY, jnp.float32), -top[:, None])
         order = keys.channel(jnp.arange(WIDTH, dtype=jnp.int32))
-        return jnp.where(there[:, None], values, 0.0)[:, order].astype(jnp.float16), jnp.ldexp(jnp.float32(1), top - 127)
+        return jnp.where(there[:, None], values, 0.0)[:, order].astype(jnp.float16), jnp.ldexp(jnp.float32(1), top)
 
     def product(self, a: Any, q: Any) -> Any:
         # The interpreter's matrix instruction takes no operand in registers.

@@ -95,6 +95,23 @@ def test_gpu_kernel_interpreted(name):
     assert not gpu_races()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case(batch=2, queries=5, entries=200, topk=32, keep=8, start=True), Case(batch=2, queries=2, entries=208, topk=40, pool=12)],
+    ids=["candidates found", "pool"],
+)
+def test_values_interpreted(case):
+    """Keys that are bfloat16 values of bfloat16 queries."""
+    args, options = arguments(case), cases.options(case)
+    args = (*args[:2], row_values(args[2], INDEX_KEY, jnp.bfloat16), *args[3:])
+    assert gpu.left_to_xla(args[0], args[2], None, args[6], case.keep, 8) is None
+    tiling = Tiling(Scoring(1 if case.pool else 4, 4, warpgroups=2, ctas=4), Slicing(128, 4))
+    got = jax.jit(partial(gpu.run, **options, tiling=tiling, interpret=gpu_interpreter()))(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(partial(reference.run, **options))(*args))
+    text = jax.jit(partial(gpu.run, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and not gpu_races()
+
+
 def test_chunks_of_queries_change_nothing():
     """Two at a time, the last one alone."""
     case = Case(queries=3, entries=136, topk=32, keep=4, start=True)
@@ -176,8 +193,10 @@ def test_what_is_left_to_xla(change, said):
     case = Case(**change)
     q, _, keys, _, _, table, pool = cases.abstract(case)
     assert said in (gpu.left_to_xla(q, keys, table, pool, case.keep, case.block) or "")
-    values = jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)
-    assert "float32" in (gpu.left_to_xla(q, values, None, None, 0, 8) or "")
+    for dtype, reason in ((jnp.float32, "keys are float32"), (jnp.bfloat16, "queries float32")):
+        q, values = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 1, 32, 128), (1, 64, 128)))
+        q = q if dtype == jnp.float32 else jax.ShapeDtypeStruct(q.shape, jnp.float32)
+        assert reason in (gpu.left_to_xla(q, values, None, None, 0, 8) or "")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +205,7 @@ def test_what_is_left_to_xla(change, said):
         (Case(queries=3, entries=135, topk=32, keep=4, start=True), jnp.bfloat16),
         (Case(batch=2, queries=2, entries=210, heads=8, width=32, topk=256, dtype="float32"), jnp.float32),
         (Case(batch=2, queries=2, entries=120, heads=16, width=64, topk=40, pool=6, block=10), jnp.uint8),
-        (Case(batch=2, entries=400, topk=40, pool=12), jnp.bfloat16),
+        (Case(batch=2, entries=400, topk=40, pool=12, dtype="float32"), jnp.float32),
     ],
     ids=["values, candidates found", "fewer than wanted", "packed, another width, pool", "values, pool fetched"],
 )
