@@ -1,5 +1,6 @@
 """`index_topk`: reference against float64, kernels against the reference in the interpreter, real shapes lowered."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,8 +11,10 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from dsv41 import indexer, site
+from dsv41.config import preset
 from dsv41.layout import make_layout
 from dsv41.numerics import Policy
+from dsv41.params import abstract_params, text_specs
 from dsv41.plan import layer_plans
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from kernels_pallas import registry
@@ -285,3 +288,42 @@ def test_the_site_with_the_op_is_the_site_without(monkeypatch):
     )
     largest = jnp.abs(jnp.where(some, scores, 0)).max()
     np.testing.assert_allclose(jnp.where(some, again, 0), jnp.where(some, scores, 0), rtol=0, atol=1e-6 * largest)
+
+
+@pytest.mark.pitfall("B12")
+@pytest.mark.parametrize("quantised", [False, True], ids=["values", "stored"])
+@pytest.mark.parametrize("role", ["publishes", "consumes"])
+def test_on_a_gpu_the_site_neither_sorts_nor_holds_all_scores(monkeypatch, quantised, role):
+    """Selection and gradients of 8192 queries over as many keys, release width: nothing is sorted, and no array has
+    more bytes than the op's or the picked scores' bound, beyond the queries and what is selected."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, time = preset("slice"), 8192
+    policy = Policy(jnp.bfloat16, quantize_index=quantised)
+    plan = next(plan for plan in layer_plans(config) if plan.pool == role)
+    attn = abstract_params(text_specs(config)).layers[plan.layer].attn
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, time, *s), dtype)  # noqa: E731
+    blocks = shape(config.candidate_topk_blocks, dtype=jnp.int32) if role == "consumes" else None
+
+    def loss(params, x, latent, keys, blocks):
+        layout = make_layout(jnp.ones((1, time), jnp.int32))
+        params = replace(attn, indexer=params)
+        shared, picked = site.choose(
+            x, latent, params, plan, site.Shared(index_k=keys, pool=blocks), layout, config, policy, None
+        )
+        return jnp.sum(picked**2), shared
+
+    x, latent, keys = shape(config.hidden_size), shape(config.q_lora_rank), shape(config.index_head_dim)
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 3), has_aux=True))(attn.indexer, x, latent, keys, blocks)
+    names, sizes = set(), []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            names.add(str(equation.primitive))
+            sizes.extend(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars if hasattr(v.aval, "dtype"))
+            for inner in jaxprs_in_params(equation.params):
+                walk(inner)
+
+    walk(traced.jaxpr)
+    queries = time * config.index_n_heads * config.index_head_dim * 4
+    assert not {"top_k", "sort"} & names and "inline_mgpu_p" in names
+    assert max(sizes) <= max(gpu.BOUND, queries, 2 * indexer.PICKED_BYTES) < time * time * 4
