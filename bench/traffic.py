@@ -80,10 +80,12 @@ def main() -> None:
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: its programs are read")
     for name, case in cases.REAL.items():
         args = cases.abstract(case)
-        ours = compiled_bytes(partial(gpu.run, **cases.options(case)), *args)
+        ours = compiled_bytes(cases.timed(case, partial(gpu.run, **cases.options(case))), *args)
         print(f"{name:12} {'ours':32} {ours:14,} bytes, must move {cases.cost(case)[0]:14,}", flush=True)
         forms = {label: [(run, args)] for label, run in cases.peers(case).items()}
-        for label, parts in {"update; mix and project; norm": cases.three_parts(case), **forms}.items():
+        if not case.backward:
+            forms |= {"update; mix and project; norm": cases.three_parts(case)}
+        for label, parts in forms.items():
             theirs = sum(compiled_bytes(run, *shapes) for run, shapes in parts)
             print(f"{name:12} {label:32} {theirs:14,} bytes, ours are {ours / theirs:.2f} of them", flush=True)
 

@@ -1,5 +1,6 @@
 """Shapes that tests and benchmarks of `mega_mhc` share, and what they cost."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from dsv41.quant import ACTIVATION, pack
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens of N streams and width D."""
+    """T tokens of N streams and width D. fp8: the next input in FP8; backward: the gradients too."""
 
     tokens: int
     streams: int = 4
@@ -25,6 +26,7 @@ class Case:
     eps: float = 1e-6
     rms_eps: float = 1e-20
     fp8: bool = False
+    backward: bool = False
 
 
 REAL = {
@@ -34,6 +36,8 @@ REAL = {
     "8192 tokens": Case(8192),
     "128 tokens, FP8 input": Case(128, fp8=True),
     "4096 tokens, FP8 input": Case(4096, fp8=True),
+    "4096 tokens and back": Case(4096, backward=True),
+    "8192 tokens and back": Case(8192, backward=True),
 }
 SMALL = {
     "one token": Case(1, width=256),
@@ -78,11 +82,30 @@ def arguments(case: Case, seed: int = 0) -> tuple:
 
 
 def cost(case: Case) -> tuple[int, int]:
-    """Bytes that must move (streams both ways, y, the next input, coefficients, the predictor) and FLOPs of the projection."""
+    """Bytes that must move (streams both ways, y, the next input, coefficients, the predictor) and FLOPs of the projection.
+
+    With the gradients: streams, y and the cotangents of both outputs once more, gradients of both, and two products more.
+    """
     t, n, d, m = case.tokens, case.streams, case.width, case.streams * (case.streams + 2)
-    size = jnp.dtype(case.dtype).itemsize
-    out = ACTIVATION.row_bytes(d) if case.fp8 else d * size
-    return t * ((2 * n + 1) * d * size + out + 4 * (m + m)) + 4 * m * n * d + 4 * d, 2 * t * m * n * d
+    row = d * jnp.dtype(case.dtype).itemsize
+    out = ACTIVATION.row_bytes(d) if case.fp8 else row
+    coefficients, predictor, product = 4 * (m + m), 4 * m * n * d + 4 * d, 2 * t * m * n * d
+    forward = t * ((2 * n + 1) * row + out + coefficients) + predictor
+    if not case.backward:
+        return forward, product
+    return forward + t * ((3 * n + 3) * row + 2 * coefficients) + 2 * predictor, 3 * product
+
+
+def timed(case: Case, run: Callable) -> Callable:
+    """What is timed of an implementation's ``run``: itself, or with it the gradients at its own outputs as cotangents."""
+    if not case.backward:
+        return run
+
+    def back(*args: Any) -> Any:
+        out, pull = jax.vjp(run, *args)
+        return out, pull(out)
+
+    return back
 
 
 def options(case: Case) -> dict:
@@ -96,8 +119,8 @@ def peers(case: Case) -> dict:
 
     static = options(case)
     return {
-        "XLA, sums written out": jax.jit(partial(unrolled, **static)),
-        "XLA, written out, bf16 product": jax.jit(partial(unrolled, **static, split=True)),
+        "XLA, sums written out": timed(case, partial(unrolled, **static)),
+        "XLA, written out, bf16 product": timed(case, partial(unrolled, **static, split=True)),
     }
 
 

@@ -107,12 +107,11 @@ def test_every_tiling_gives_the_same(tile, monkeypatch):
 def test_real_shapes_lower_for_the_device(name):
     case = cases.REAL[name]
     args = cases.abstract(case)
-    assert gpu.refusal(*args, **cases.options(case)) is None
-    run = jax.jit(functools.partial(gpu.run, **cases.options(case)))
-    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert tpu.refusal(*args, **cases.options(case)) is None
-    run = jax.jit(functools.partial(tpu.run, **cases.options(case)))
-    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    for impl, platform in ((gpu, "cuda"), (tpu, "tpu")):
+        assert impl.refusal(*args, **cases.options(case)) is None
+        run = jax.jit(cases.timed(case, functools.partial(impl.run, **cases.options(case))))
+        text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert "mega_mhc" in text and ("mega_mhc_backward" in text) == case.backward
 
 
 @pytest.mark.parametrize("tokens", [3, 100])

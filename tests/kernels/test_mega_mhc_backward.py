@@ -143,14 +143,3 @@ def test_tiles_are_shared_out_once(tiles, chunks, blocks):
     owners = [b for b in range(blocks) for _ in range(ends[b], ends[b + 1])]
     assert work.owner(jnp.arange(tiles * chunks, dtype=jnp.int32)).tolist() == owners
     assert work.parts().tolist() == [len(set(owners[c * tiles : (c + 1) * tiles])) for c in range(chunks)]
-
-
-@pytest.mark.parametrize("name", [name for name, case in cases.REAL.items() if not case.fp8])
-def test_gradients_of_real_shapes_lower_for_the_device(name):
-    case = cases.REAL[name]
-    args = cases.abstract(case)
-    for run, platform, kernel in ((gpu.run, "cuda", "mega_mhc_backward_streams"), (tpu.run, "tpu", "mega_mhc_backward")):
-        run = functools.partial(run, **cases.options(case))
-        pull = jax.jit(lambda args, cotangents, run=run: jax.vjp(run, *args)[1](cotangents))
-        text = pull.trace(args, jax.eval_shape(run, *args)).lower(lowering_platforms=(platform,)).as_text()
-        assert kernel in text
