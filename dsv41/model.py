@@ -83,12 +83,13 @@ def extend(
     count = jnp.sum(segments, axis=1)
     layout = chunk_layout(cache.length, count, time, image)
     rows, history = extend_history(ids, layout, cache, token_map, config)
-    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
     carried = Carried(Shared(), cache)
     tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(streams, pre, layer, plan, carried, tokens, config, policy, taps, cached_site)
-        streams, pre, carried = out.streams, out.pre, out.carried
+        out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
+        residual, carried = out.residual, out.carried
+    streams, pre = mhc.settle(residual, taps), residual.pre
     record_draft_input(taps, config)
     cache = replace(carried.cache, length=cache.length + count, history=history)
     if every:
@@ -143,15 +144,16 @@ def forward(
     tokens = make_tokens(ids, segments, image, token_map, config)
     streams = embed(params, ids, config, policy)
     record(taps, "embed_streams", streams)
-    pre = first_mix(ids, config)
+    residual = mhc.Residual(streams, first_mix(ids, config))
     shared = Shared()
     loads, balance, kl = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(streams, pre, layer, plan, shared, tokens, config, policy, taps)
-        streams, pre, shared = out.streams, out.pre, out.carried
+        out = block(residual, layer, plan, shared, tokens, config, policy, taps)
+        residual, shared = out.residual, out.carried
         loads.append(out.load)
         balance, kl = balance + out.balance, kl + out.index_kl
     record_draft_input(taps, config)
-    logits = jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1)
+    streams = mhc.settle(residual, taps)
+    logits = jnp.take_along_axis(unembed(params, streams, residual.pre, config, taps), back[..., None], axis=1)
     record(taps, "logits", logits)
     return Output(logits, jnp.stack(loads), balance, kl)

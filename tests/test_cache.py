@@ -21,7 +21,6 @@ from dsv41.numerics import PACKED
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, fake_quant, pack_rows, quantize, row_values
 from dsv41.site import Shared, choose
-from kernels_pallas import registry
 from kernels_pallas.registry import Choice
 from kernels_pallas.sparse_attention import reference
 from tests.models import PLAIN, VOCAB, close, jitted, tiny_config, tiny_params
@@ -279,10 +278,8 @@ def test_the_kernels_arguments_describe_the_same_attention(monkeypatch):
         called.append(args[0].shape)
         return reference.run(*args)
 
-    plain = registry.choose
-
-    def chosen(op, *args, **kwargs):
-        return Choice(op, "gpu", {}) if op == "sparse_attention" else plain(op, *args, **kwargs)
+    def chosen(op, impl, *args, **options):
+        return Choice(op, "gpu" if op == "sparse_attention" else "reference", {})
 
     monkeypatch.setattr("dsv41.cache.registry.choose", chosen)
     monkeypatch.setattr("dsv41.cache.sparse_attention", stand_in)
