@@ -117,7 +117,12 @@ def learn(config: ModelConfig, rows: jax.Array, fold: jax.Array, steps: int = 30
         return optax.apply_updates(params, updates), state, value
 
     params = init_params(config, jax.random.key(0))
-    state, value = rule.init(params), float("inf")
+    state = rule.init(params)
+    return _repeated(step.lower(params, state).compile(), params, state, steps, enough)
+
+
+def _repeated(step: Any, params: Any, state: Any, steps: int, enough: float) -> tuple[Any, float]:
+    value = float("inf")
     for number in range(steps):
         params, state, found = step(params, state)
         if number % 20 == 19:
