@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.kernels import profiled
 from dsv41.cache import init_cache
 from dsv41.config import ModelConfig, preset, replace
 from dsv41.errors import UserError
@@ -51,8 +52,6 @@ def with_table(params: Any, table: StoredWeight) -> Any:
 
 def measured(params: Any, config: Any, batch: int) -> tuple[float, float, jax.Array]:
     """Microseconds of a step, of its kernels that fetch rows, and the last step's logits."""
-    from jax.experimental.mosaic.gpu import profiler
-
     fold = jnp.arange(config.vocab_size, dtype=jnp.int32)
     step = jax.jit(
         lambda params, cache, ids: extend(params, config, _POLICY, cache, ids, jnp.ones(ids.shape, bool), fold),
@@ -68,8 +67,8 @@ def measured(params: Any, config: Any, batch: int) -> tuple[float, float, jax.Ar
             logits, cache = step(params, cache, ids[at])
         jax.block_until_ready(logits)
         best = min(best, (time.perf_counter() - start) / STEPS)
-    _, found = profiler.measure(step, aggregate=False)(params, cache, ids[0])
-    return 1e6 * best, sum(1e3 * ms for name, ms in found or [] if "engram_gather" in name), logits
+    _, found = profiled(step, (params, cache, ids[0]))
+    return 1e6 * best, sum(us for name, us in found if "engram_gather" in name), logits
 
 
 def main(out: Path | None) -> None:
