@@ -160,6 +160,7 @@ def _plan(args: Plan) -> int:
     from dsv41.config import load_config, preset
     from dsv41.params import count_parameters, text_specs
     from dsv41.plan import plan_table
+    from train.optim import optimizer_report
 
     if args.preset is not None and args.config is not None:
         raise UserError("--config: found beside --preset, allowed is one of them")
@@ -167,6 +168,7 @@ def _plan(args: Plan) -> int:
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
     table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))
+    table["optimizer"] = optimizer_report(specs)
     if args.json:
         print(json.dumps(table, indent=1))
         return 0

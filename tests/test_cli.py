@@ -145,7 +145,10 @@ def test_plan(capsys):
     assert table["totals"]["cache_bytes_per_token"] == 890
     assert cli.run(["plan", "--preset", "toy"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 10
+    total, families = re.fullmatch(r"optimizer state in training: ([\d,]+) bytes \((.*)\)", lines[-1]).groups()
+    number = lambda text: int(text.replace(",", ""))  # noqa: E731
+    assert number(total) == 4 + sum(number(part.split()[1]) for part in families.split(", "))
     assert lines[1].startswith("layer=1 half=encoder ratio=2 mode=full ")
 
 
@@ -154,7 +157,7 @@ def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["plan", "--preset", preset]) == 0
-    *lines, closing = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    *lines, closing, _ = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     monkeypatch.undo()
     assert cli.run(["plan", "--preset", preset, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)

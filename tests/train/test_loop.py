@@ -27,7 +27,6 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
-from train.losses import total_loss, weighted_nll
 from train.packing import Packed
 from train.run import read_run, write_run
 from train.step import init_state, make_train_step
@@ -271,12 +270,3 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)
     chex.assert_trees_all_equal(whole.state, restored)
-
-
-def test_losses():
-    logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [jnp.nan] * 3]], jnp.float32))
-    targets, weights = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([[1.0, 3.0, 0.0]], jnp.float32)
-    nats, count = weighted_nll(logits, targets, weights)
-    ce = nats / count
-    np.testing.assert_allclose(ce, -(math.log(0.5) + 3 * math.log(0.8)) / 4, rtol=1e-6)
-    np.testing.assert_allclose(total_loss(ce, jnp.float32(2), jnp.float32(0.5)), float(ce) + 2e-4 + 0.5, rtol=1e-6)

@@ -48,11 +48,15 @@ def adamw(specs: Any) -> optax.GradientTransformation:
 
 
 def _check(specs: Any) -> None:
+    seen: set[str] = set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, ParamSpec)):
         where = spec.key if isinstance(spec, ParamSpec) else jax.tree_util.keystr(path)
         family = getattr(spec, "family", None)
         if family not in _MOMENTA:
             raise UserError(f"optimizer of {where}: found {family!r}, allowed are {', '.join(_MOMENTA)}")
+        if where in seen:
+            raise UserError(f"optimizer of {where}: found two weights of that name, allowed is one owner for each weight")
+        seen.add(where)
 
 
 def _select(specs: Any, family: str, tree: Any) -> Any:
@@ -67,7 +71,7 @@ def make_optimizer(specs: Any, schedule: optax.Schedule) -> optax.GradientTransf
     spec's factor, times the family's direction; exactly zero, in the weight's dtype, for ``sign`` and ``frozen``
     weights, whose gradients are not looked at and may be anything, None included.
 
-    Raises `UserError` for a leaf without a known family, by its name.
+    Raises `UserError` for a leaf without a known family, and for two leaves of one name.
     """
     _check(specs)
     own = {name: _select(specs, name, specs) for name, momenta in _MOMENTA.items() if momenta}
