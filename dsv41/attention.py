@@ -87,6 +87,8 @@ def _window_scores(
     key_of = _blocks(pad(layout.segments), known.astype(layout.segments.dtype), size)[:, :, None]
     at, of = block(layout.positions)[..., None], block(layout.segments)[..., None]
     mask = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
+    if layout.floor is not None:
+        mask = mask & (key_at >= block(layout.floor)[..., None])
     return _scores(block(q), keys), mask[:, :, :, None], keys
 
 

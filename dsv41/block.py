@@ -20,8 +20,8 @@ from dsv41.site import Site, whole_row
 
 @struct.dataclass
 class BlockOutput:
-    """streams ``[B, T, N, D]``; pre ``[B, T, N]`` for the next collapse; what the attention site hands on; load ``[E]``;
-    balance and index_kl scalars."""
+    """streams ``[B, T, N, D]``; pre ``[B, T, N]`` for the next collapse; what the attention site hands on; load
+    ``[2, E]`` of text and image tokens; balance and index_kl scalars."""
 
     streams: jax.Array
     pre: jax.Array

@@ -13,6 +13,7 @@ import pytest
 import dsv41
 from dsv41 import cli
 from train.loop import TrainOptions
+from train.recipes import RECIPES
 
 
 def _error(capsys, *argv: str) -> str:
@@ -88,11 +89,10 @@ def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
 
 
 def test_mistakes_in_arguments_are_one_line_too(capsys):
-    assert "plan, train, generate, verify, demo" in _error(capsys, "plam")
+    assert "plan, train, eval, generate, verify, demo" in _error(capsys, "plam")
     assert "--preset" in _error(capsys, "plan", "--presett", "toy").replace("--presett", "")
-    assert _error(capsys) == (
-        "dsv41: error: found no command, allowed are plan, train, generate, verify, demo, convert, bench; see dsv41 --help\n"
-    )
+    commands = "plan, train, eval, generate, verify, demo, convert, bench"
+    assert _error(capsys) == f"dsv41: error: found no command, allowed are {commands}; see dsv41 --help\n"
     assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")
     assert "error: --lr: found 'x', allowed is a number\n" in _error(capsys, "train", "--lr", "x")
     assert "SRC A folder" in _error(capsys, "convert")
@@ -170,4 +170,8 @@ def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
 
 def test_train_arguments_are_the_options_of_the_loop():
     defaults = lambda kind: {f.name: f.default for f in dataclasses.fields(kind)}  # noqa: E731
-    assert defaults(cli.Train) == defaults(TrainOptions)
+    mine, theirs = defaults(cli.Train), defaults(TrainOptions)
+    assert mine.keys() == theirs.keys()
+    # Not given is not the default where a recipe suggests another value.
+    suggested = {name for recipe in RECIPES.values() for name in recipe.suggests}
+    assert {name: theirs[name] if mine[name] is None and name in suggested else mine[name] for name in mine} == theirs

@@ -27,9 +27,10 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
+from train.metrics import MEASURED
 from train.packing import Packed
 from train.run import read_run, write_run
-from train.step import init_state, make_train_step
+from train.step import StepOptions, init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
 TEXT = "\n".join(f"def f{n}(a, b):\n    return a * {n} + b\n" for n in range(60))
@@ -94,9 +95,8 @@ def whole(options):
 
 
 def _records(run):
-    return [
-        {k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
 
 
 def test_a_run_learns_and_leaves_its_files(options, whole):
@@ -132,7 +132,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
-    for name in ("prepare", "make_train_step", "make_eval_step", "init_state"):
+    for name in ("prepare", "make_train_step", "Examiner", "init_state"):
         monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
     argv = [
         "train",
@@ -210,7 +210,9 @@ def test_parts_of_a_batch_add_up_to_it(parts):
         segments = (np.arange(64)[None] < np.array(lengths)[:, None]).astype(np.int32)
         batch = to_batch(Packed(ids, segments))
         want, whole = make_train_step(config, Policy(), fold)(init_state(config, 0), batch, jnp.float32(1e-3))
-        got, metrics = make_train_step(config, Policy(), fold, parts)(init_state(config, 0), batch, jnp.float32(1e-3))
+        got, metrics = make_train_step(config, Policy(), fold, StepOptions(parts))(
+            init_state(config, 0), batch, jnp.float32(1e-3)
+        )
         np.testing.assert_allclose(metrics["ce"], whole["ce"], rtol=2e-6)
         np.testing.assert_allclose(metrics["max_load"], whole["max_load"], rtol=1e-6)
         if min(lengths) == 64:

@@ -222,12 +222,12 @@ def test_clip_leaves_indexers_out():
     assert float(norm) == 0 and not np.any(zero["muon"])
 
 
-@pytest.mark.parametrize("name", ["small", "toy"])
-def test_report_is_what_the_state_takes(name):
+@pytest.mark.parametrize(("name", "active"), [("small", 0), ("toy", 0), ("toy", 500)])
+def test_report_is_what_the_state_takes(name, active):
     specs = SMALL if name == "small" else text_specs(preset("toy"))
     params = map_specs(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-    state = make_optimizer(specs, constant(1.0)).init(params)
-    report = optimizer_report(specs)
+    state = make_optimizer(specs, constant(1.0), active).init(params)
+    report = optimizer_report(specs, active)
 
     def size(tree):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
