@@ -189,12 +189,12 @@ def _scores(
 
 def table(results: list[Result], options: Options) -> str:
     """The results in Markdown, with the command that gives them."""
-    tokens = options.steps * options.batch_size * options.length
+    shape = f"{options.batch_size} rows of {options.length} tokens"
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if getattr(options, f.name) != f.default}
     said = lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # noqa: E731
     words = [f"--{name.replace('_', '-')} {said(value)}" for name, value in given.items()]
     lines = [
-        f"`{options.preset}`, {options.steps:,} steps of {options.batch_size} rows of {options.length} tokens ({tokens:,} in all),"
+        f"`{options.preset}`, {options.steps:,} steps of {shape},"
         f" {options.seeds} seeds, {options.dtype}, on {jax.local_devices()[0].device_kind}. Held-out bits per byte.",
         "",
         "```",

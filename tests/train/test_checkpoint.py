@@ -117,6 +117,27 @@ def test_arrays_come_back_on_the_shardings_asked_for(saved):
     assert_same_bits(params, state.params)
 
 
+@pytest.mark.pitfall("N9")
+def test_saved_on_four_devices_and_restored_on_two_and_one(tmp_path):
+    """Weights and momenta in parts of rows on four devices, and again on fewer; what it holds is read without any array."""
+
+    def on(count: int, tree: Any, place: Any) -> Any:
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        rows, all_of_it = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("x",), ()))
+        return jax.tree.map(lambda a: place(a, rows if a.ndim and a.shape[0] % 4 == 0 else all_of_it), tree)
+
+    state, checkpoints = make_state(3), Checkpoints(tmp_path)
+    checkpoints.save(3, on(4, state, jax.device_put), {"position": 3})
+    described = checkpoints.described(3)
+    assert described["params"]["embed"] == [[40, 6], "float32"] and checkpoints.meta(3) == {"position": 3}
+    for count in (2, 1):
+        target = on(count, state, lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding))
+        found, _ = checkpoints.restore(3, target)
+        assert_same_bits(found, state)
+        assert len(found.params["embed"].sharding.device_set) == count
+        assert all(leaf.sharding == want.sharding for leaf, want in zip(*map(jax.tree.leaves, (found, target)), strict=True))
+
+
 def test_the_newest_stay(tmp_path):
     checkpoints = Checkpoints(tmp_path / "new", keep=2)
     assert checkpoints.steps() == [] and checkpoints.latest() is None
