@@ -33,7 +33,7 @@ from train.loop import fit_vocabulary
 from train.optim import warmup_hold_cosine
 from train.packing import Packed
 from train.run import write_text
-from train.step import StepOptions, TrainState, init_state, make_eval_step, make_train_step
+from train.step import EvalStep, StepOptions, TrainState, init_state, make_eval_step, make_train_step
 from train.tokenizer import cache_root
 
 PLAIN, NO_POOL = Policy(), Policy(candidate_pool=False)
@@ -174,10 +174,8 @@ def run(name: str, config: ModelConfig, fold: np.ndarray, prepared: Prepared, op
     return Result(name, count_parameters(text_specs(config)), scores, losses, time.monotonic() - began)
 
 
-def _scores(
-    params: Any, config: ModelConfig, policy: Policy, fold: np.ndarray, prepared: Prepared, options: Options
-) -> list[float]:
-    step = jax.jit(jax.vmap(make_eval_step(config, policy, fold), in_axes=(0, None)))
+def _scores(params: Any, step: EvalStep, prepared: Prepared, options: Options) -> list[float]:
+    step = jax.jit(jax.vmap(step, in_axes=(0, None)))
     nats, held = np.zeros(options.seeds), prepared.heldout
     for start in range(0, len(held.ids), options.batch_size):
         rows = Packed(*(a[start : start + options.batch_size] for a in held))
