@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from functools import partial
@@ -107,8 +108,11 @@ def bench_op(op: str, clock: Clock) -> list[Timing]:
     cases, results = registry.module(op, "cases"), []
     for name, case in cases.REAL.items():
         args, options, cost = cases.arguments(case), cases.options(case), cases.cost(case)
-        runs: dict[str, Callable] = {"XLA, float32": partial(registry.module(op, "reference").run, **options)}
-        runs["ours"] = partial(registry.module(op, "gpu").run, **options)
+        timed = getattr(cases, "timed", lambda case, run: run)
+        impls = {"XLA, float32": "reference", "ours": "gpu"}
+        runs: dict[str, Callable] = {
+            label: timed(case, partial(registry.module(op, impl).run, **options)) for label, impl in impls.items()
+        }
         compiled = _compiled({**runs, **cases.peers(case)}, args)
         want = jax.block_until_ready(compiled["XLA, float32"](*args))
         for label, run in compiled.items():
@@ -144,32 +148,49 @@ def _named(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def _field(op: str, name: str, text: str) -> Any:
+    """The value that ``text`` gives a case's field; `UserError` for one that no case can have."""
+    known: list[Any] = [getattr(case, name) for case in registry.module(op, "cases").CASES.values()]
+    kind = type(known[0])
+    if kind in (bool, str):
+        words = {"true": True, "false": False} if kind is bool else {value: value for value in sorted(set(known))}
+        if text.lower() in words:
+            return words[text.lower()]
+        raise UserError(f"{op}: {name}: found {text!r}, allowed is {' or '.join(words)}{nearest(text, words)}")
+    low, high, whole = (min(1, *known), 2**30, "whole ") if kind is int else (0, 1, "")
+    with suppress(ValueError):
+        if low <= (value := int(text) if whole else float(text)) <= high:
+            return value
+    raise UserError(f"{op}: {name}: found {text!r}, allowed is a {whole}number from {low} to {high}")
+
+
 def explain(words: Sequence[str]) -> None:
-    """Prints what runs ``op field=value ...`` on each backend, and what the case costs; `UserError` for unknown words."""
+    """Prints what runs ``op field=value ...`` on each backend, and what the case costs; `UserError` for one that cannot be."""
     if not words:
         raise UserError(f"op: found none, allowed are {', '.join(registry.OPS)}")
     op = _named(words[:1])[0]
     cases = registry.module(op, "cases")
     case = next(iter(cases.REAL.values()))
-    kinds = {f.name: type(getattr(case, f.name)) for f in fields(case)}
+    names = [f.name for f in fields(case)]
     for word in words[1:]:
-        name, _, value = word.partition("=")
-        if name not in kinds:
-            raise UserError(f"{op}: found {word!r}, allowed is one of {', '.join(kinds)} and = and a value{nearest(name, kinds)}")
-        try:
-            if kinds[name] in (int, float) and kinds[name](value) < 0:
-                raise ValueError
-            case = replace(case, **{name: kinds[name](value) if kinds[name] is not bool else value.lower() == "true"})
-            cases.abstract(case)
-        except (TypeError, ValueError):
-            raise UserError(f"{op}: {name}: found {value!r}, allowed is a value like {getattr(case, name)}") from None
-    print(f"{op}: {', '.join(f'{name}={getattr(case, name)}' for name in kinds)}")
+        name, _, text = word.partition("=")
+        if name not in names:
+            raise UserError(f"{op}: found {word!r}, allowed is one of {', '.join(names)} and = and a value{nearest(name, names)}")
+        case = replace(case, **{name: _field(op, name, text)})
+    args, options = cases.abstract(case), cases.options(case)
+    try:
+        jax.eval_shape(partial(registry.module(op, "reference").run, **options), *args)
+    except (TypeError, ValueError, OverflowError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{op}: found {' '.join(words[1:])}, which even the reference cannot run: {why[:160]}") from None
+    print(f"{op}: {', '.join(f'{name}={getattr(case, name)}' for name in names)}")
     cost = cases.cost(case)
     print(f"at least {cost[0]:,} bytes to and from device memory, {cost[1]:,} FLOPs")
     for backend in ("cpu", "gpu", "tpu"):
-        choice = registry.choose(op, "auto", *cases.abstract(case), backend=backend, **cases.options(case))
-        why = "; ".join(f"not {name}: {reason}" for name, reason in choice.refusals.items() if name == backend)
-        print(f"on {backend}: {choice.impl}{f' ({why})' if why else ''}")
+        choice = registry.choose(op, "auto", *args, backend=backend, **options)
+        runs = "the reference" if choice.impl == "reference" else f"the {choice.impl} kernel"
+        why = "".join(f", not the {name} kernel: {reason}" for name, reason in choice.refusals.items() if name == backend)
+        print(f"on {backend}: runs {runs}{why}")
 
 
 def run(ops: Sequence[str], out: Path | None) -> None:

@@ -18,6 +18,8 @@ from dsv41.numerics import Taps, linear, record, rms_norm, sink_softmax
 from dsv41.params import AttentionParams
 from dsv41.quant import MAIN_KV, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
+from kernels_pallas import registry
+from kernels_pallas.sparse_attention.api import sparse_attention
 
 
 @struct.dataclass
@@ -66,6 +68,12 @@ def _blocks(rows: Array, before: Array, size: int) -> Array:
     return jnp.concatenate([jnp.concatenate(ahead, axis=1), blocks], axis=2)
 
 
+def _in_window(at: Array, of: Array, key_at: Array, key_of: Array, window: int, floor: Array | None = None) -> Bool[Array, "*s"]:
+    """Which keys a query sees by position and document (§4.5), none before ``floor``; padding, document 0, sees nothing."""
+    seen = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
+    return seen if floor is None else seen & (key_at >= floor)
+
+
 def _window_scores(
     q: Float[Array, "B T H K"], kv: Float[Array, "B T K"], layout: Layout, window: int, before: Before | None
 ) -> tuple[Float32[Array, "B n W H W2"], Bool[Array, "B n W 1 W2"], Float[Array, "B n W2 K"]]:
@@ -86,9 +94,8 @@ def _window_scores(
     key_at = _blocks(pad(layout.positions), before.positions, size)[:, :, None]
     key_of = _blocks(pad(layout.segments), known.astype(layout.segments.dtype), size)[:, :, None]
     at, of = block(layout.positions)[..., None], block(layout.segments)[..., None]
-    mask = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
-    if layout.floor is not None:
-        mask = mask & (key_at >= block(layout.floor)[..., None])
+    floor = None if layout.floor is None else block(layout.floor)[..., None]
+    mask = _in_window(at, of, key_at, key_of, window, floor)
     return _scores(block(q), keys), mask[:, :, :, None], keys
 
 
@@ -141,6 +148,55 @@ def attend(
     near = near.reshape(*blocks, heads, span)
     out = flat(_mix(near, keys))
     return (out if selected is None else out + selected).astype(q.dtype), mass
+
+
+def kernel_arguments(
+    q: Float[Array, "B T H K"],
+    entries: Array | None,
+    ids: Int[Array, "B T k"] | None,
+    rows: Array,
+    row_ids: Int[Array, "B T w"],
+    sink: Float[Array, " H"],
+) -> tuple:
+    """A batch's attention as `sparse_attention` takes it: B T queries, and ids into pools of the whole batch.
+
+    entries ``[B, S, row]``, rows ``[B, R, row]``: values or stored bytes; ids into a row's own, -1 where there is none.
+    """
+    batch, time = q.shape[:2]
+    if entries is None or ids is None:
+        width = MAIN_KV.row_bytes(q.shape[-1]) if rows.dtype == jnp.uint8 else q.shape[-1]
+        entries, ids = jnp.zeros((batch, 1, width), rows.dtype), jnp.zeros((batch, time, 0), jnp.int32)
+    flat = lambda a: a.reshape(batch * a.shape[1], *a.shape[2:])  # noqa: E731
+
+    def numbered(numbers: Array, pool: Array) -> Array:
+        first = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * pool.shape[1]
+        return flat(jnp.where(numbers >= 0, numbers + first, -1))
+
+    return flat(q), flat(entries), numbered(ids, entries), flat(rows), numbered(row_ids, rows), sink
+
+
+def attend_row(
+    q: Float[Array, "B T H K"],
+    window_rows: Float[Array, "B T K"],
+    entries: Float[Array, "B S K"] | None,
+    ids: Int[Array, "B T k"] | None,
+    sink: Float[Array, " H"],
+    layout: Layout,
+    window: int,
+) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T k"] | None]:
+    """`attend` of whole rows, by the kernel where one can run: no array of scores, which is T times S times H."""
+    time = q.shape[1]
+    back = jnp.arange(time, dtype=jnp.int32)[:, None] - jnp.arange(min(window, time), dtype=jnp.int32)[None]
+    at, of = layout.positions, layout.segments
+    key = jnp.maximum(back, 0)
+    floor = None if layout.floor is None else layout.floor[..., None]
+    seen = (back >= 0)[None] & _in_window(at[..., None], of[..., None], at[:, key], of[:, key], window, floor)
+    args = kernel_arguments(q, entries, ids, window_rows, jnp.where(seen, back[None], -1), sink)
+    if registry.choose("sparse_attention", "auto", *args, mass=True).impl == "reference":
+        return attend(q, window_rows, entries, ids, sink, layout, window)
+    # Where nobody reads the probabilities, compilation drops their kernel.
+    out, _, mass = sparse_attention(*args, mass=True)
+    return out.reshape(q.shape), None if ids is None else mass.reshape(ids.shape)
 
 
 def queries(

@@ -155,8 +155,7 @@ def kernel_arguments(
 
     before, ring: the window ring ``[B, W, row]`` without and with the chunk's rows ``[B, T, row]``.
     """
-    batch, time = q.shape[:2]
-    window = ring.shape[1]
+    time, window = q.shape[1], ring.shape[1]
     if rows.dtype != jnp.uint8 or (entries is not None and entries.dtype != jnp.uint8):
         return None
     # One new token is in the ring already, and the row that it takes the place of has left the window.
@@ -167,17 +166,7 @@ def kernel_arguments(
     slots = jnp.where((at >= length[:, None, None]) & (time > 1), own, at % window)
     live = _span(jnp.zeros_like(count), time)[..., None] < count[:, None, None]
     window_ids = jnp.where((at >= 0) & live, slots, -1)
-    if entries is None or ids is None:
-        width = q.shape[-1]
-        entries = jnp.zeros((batch, 1, MAIN_KV.row_bytes(width)), jnp.uint8)
-        ids = jnp.zeros((batch, time, 0), jnp.int32)
-    flat = lambda a: a.reshape(batch * a.shape[1], *a.shape[2:])  # noqa: E731
-
-    def numbered(numbers: Array, rows: Array) -> Array:
-        first = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * rows.shape[1]
-        return flat(jnp.where(numbers >= 0, numbers + first, -1))
-
-    return flat(q), flat(entries), numbered(ids, entries), flat(pool), numbered(window_ids, pool), sink
+    return attention.kernel_arguments(q, entries, ids, pool, window_ids, sink)
 
 
 def _groups(tail: Array, new: Array, length: Int[Array, " B"], ratio: int) -> Float[Array, "B S r K"]:

@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, eval, generate, verify, demo, convert, bench.
+"""The command line `dsv41`: plan, train, eval, generate, verify, demo, convert, bench, analyze.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -39,11 +39,36 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Analyze:
+    """Cache bytes, FLOPs, prefill cost, parameters and memory: by formula and, of this code's models, counted.
+
+    Without --preset and --config, the release beside V4-Flash, V3.2 and V1 67B; with one, its parts.
+    """
+
+    what: tyro.conf.Positional[Literal["kv", "flops", "prefill", "params", "memory"]]
+    """kv: cache bytes of a token. flops: of a decoded token. prefill: of a prompt. params. memory: a request's cache."""
+    preset: str | None = None
+    """One model: flash, slice, toy, small, v4-flash, v3.2 or v1."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    contexts: str | None = None
+    """Lengths in tokens, as 4k,64k,1m, or doublings, as 4k..1m; k is 1024."""
+    json: bool = False
+    """Print the rows as JSON."""
+    csv: Path | None = None
+    """Also write the rows to this CSV file."""
+    plot: Path | None = None
+    """Also draw them to this .png, .svg or .pdf file."""
+    theme: Literal["light", "dark"] = "light"
+    """Which pages the picture is for."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Show what each layer does, how many parameters it has and what it adds to the cache."""
 
     preset: str | None = None
-    """A named configuration: flash (default), small or toy."""
+    """A named configuration: flash (default), small, slice or toy."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
     json: bool = False
@@ -170,7 +195,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check a released checkpoint's folders against this implementation."""
+    """Check recorded tensors, or a released checkpoint's names and shapes, against this code."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
     """A released checkpoint, a model folder with recorded numbers, or a folder of such folders."""
@@ -178,14 +203,16 @@ class Verify:
     """Also write the results to this file."""
     skip: tuple[str, ...] = ()
     """Names or patterns of files to leave out, as fp32_len7 or 'quant_*'."""
+    all: bool = False
+    """Print every row, not only the failed and skipped ones."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train the toy model on the standard library, restore it in a new process and let it write code."""
+    """Train the toy on the standard library, restore it in a new process and let it write code."""
 
     seconds: float = 300.0
-    """Time for training."""
+    """Seconds until training ends, reading and compiling included; scoring, timing and generating come on top."""
     out: Path = Path("runs/demo")
     """Folder of the run and of report.md."""
 
@@ -303,6 +330,7 @@ def _generate(args: Generate) -> int:
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
+    from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
 
@@ -311,17 +339,17 @@ def _generate(args: Generate) -> int:
     stream = len(texts) == 1 and not args.json
 
     def show(_: int, piece: str) -> None:
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
 
     if stream:
         generator.check(prompts, [sampling])
-        print(texts[0], end="", flush=True)
+        show(0, texts[0])
     found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
     for text, one in zip(texts, found, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **dataclasses.asdict(one)}))
         elif not stream:
-            print(f"{text}{one.text}\n---")
+            print(printable(f"{text}{one.text}\n---"))
     if args.json:
         print(json.dumps(dataclasses.asdict(speed)))
     else:
@@ -334,7 +362,7 @@ def _generate(args: Generate) -> int:
 def _verify(args: Verify) -> int:
     from dsv41.verify import run
 
-    return run(list(args.paths), args.json, list(args.skip))
+    return run(list(args.paths), args.json, list(args.skip), args.all)
 
 
 def _convert(args: Convert) -> int:
@@ -357,9 +385,12 @@ def _use_compilation_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         import jax
 
-        from train.tokenizer import cache_root
+        from dsv41.files import make_writable
+        from train.tokenizer import CACHE_ALLOWED, cache_root
 
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "jax"))
+        folder = cache_root() / "jax"
+        make_writable(folder, "cache", CACHE_ALLOWED)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _bench(args: Bench) -> int:
@@ -372,6 +403,13 @@ def _bench(args: Bench) -> int:
     return 0
 
 
+def _analyze(args: Analyze) -> int:
+    _use_compilation_cache()
+    from dsv41.analyze.command import AnalyzeOptions, analyze
+
+    return analyze(AnalyzeOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+
+
 _COMMANDS = {
     "plan": (Plan, _plan),
     "train": (Train, _train),
@@ -381,6 +419,7 @@ _COMMANDS = {
     "demo": (Demo, _demo),
     "convert": (Convert, _convert),
     "bench": (Bench, _bench),
+    "analyze": (Analyze, _analyze),
 }
 
 

@@ -22,6 +22,7 @@ def index_keys(
     return rotate(key, positions, layer_frequencies(config, ratio))
 
 
+@jax.named_scope("indexer")
 def index_scores(
     x: Float[Array, "B T D"],
     latent_q: Float[Array, "B T R"],
@@ -34,7 +35,10 @@ def index_scores(
     taps: Taps | None,
     name: str,
 ) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked. keys: ``[B, S, KI]`` values or stored bytes."""
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked.
+
+    keys: values or stored bytes, ``[B, S, KI]`` for all queries or ``[B, T, S, KI]`` for each its own.
+    """
     heads, width = config.index_n_heads, config.index_head_dim
     q: Any = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
     q = rotate_heads(q, positions, layer_frequencies(config, ratio))
@@ -45,16 +49,17 @@ def index_scores(
     weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
     record(taps, f"{name}.weights", weights)
     keys = row_values(keys, INDEX_KEY, jnp.float32)
-    dots = jnp.einsum("bthk,bsk->bths", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
+    equation = "bthk,bsk->bths" if keys.ndim == 3 else "bthk,btsk->bths"
+    dots = jnp.einsum(equation, q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def candidate_mask(
+def candidate_blocks(
     scores: Float32[Array, "B T S"], first: Int[Array, "B T"], count: Int[Array, "B T"], block: int, keep: int
-) -> Bool[Array, "B T S"]:
-    """Entries of the ``keep`` best blocks; a block scores its best entry, and the newest visible block is pinned.
+) -> Int[Array, "B T n"]:
+    """The ``keep`` best blocks, ascending, -1 behind them; a block scores its best entry, and the newest visible is pinned.
 
-    scores: causally masked with -inf. The mask may hold entries of the pinned block that are not visible yet.
+    scores: causally masked with -inf.
     """
     size = scores.shape[-1]
     blocks = -(-size // block)
@@ -63,13 +68,23 @@ def candidate_mask(
     index = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     newest = (first + count - 1) // block
     best = jnp.where((index == newest[..., None]) & (count > 0)[..., None], jnp.inf, best)
-    value, chosen = lax.top_k(best, min(keep, blocks))
-    kept = ids_to_mask(jnp.where(value > -jnp.inf, chosen, -1), blocks)
+    return select(best, keep)
+
+
+def candidate_mask(blocks: Int[Array, "B T n"], block: int, size: int) -> Bool[Array, "B T S"]:
+    """Membership of each of ``size`` entries in the blocks; those of the pinned block may not be visible yet."""
+    kept = ids_to_mask(blocks, -(-size // block))
     return jnp.repeat(kept, block, axis=-1)[..., :size]
 
 
+def candidate_entries(blocks: Int[Array, "B T n"], block: int) -> Int[Array, "B T m"]:
+    """Numbers of the blocks' entries, ascending, -1 behind them; the last may lie past the end."""
+    entries = blocks[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None, None]
+    return jnp.where(blocks[..., None] < 0, -1, entries).reshape(*blocks.shape[:2], -1)
+
+
 def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
-    """Ids of the ``min(k, S)`` best finite scores, ascending, -1 behind them; ties take the lowest index."""
+    """Ids of the ``min(k, S)`` best scores above -inf, ascending, -1 behind them; ties take the lowest index."""
     size = scores.shape[-1]
     value, ids = lax.top_k(scores, min(k, size))
     # The sentinel sorts behind every id.

@@ -61,6 +61,7 @@ def collapse(pre: Float32[Array, "*s N"], streams: Float[Array, "*s N D"]) -> Fl
     return jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
 
 
+@jax.named_scope("mhc")
 def expand(
     y: Float[Array, "*s D"],
     streams: Float[Array, "*s N D"],

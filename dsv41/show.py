@@ -1,5 +1,6 @@
-"""Tables for people: on a terminal aligned, at any width with every character of a name, elsewhere a line a row."""
+"""For people: tables, on a terminal aligned at any width with every character of a name, elsewhere a line a row; safe text."""
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -8,6 +9,8 @@ from rich.table import Table
 
 Row = tuple[Sequence[str], str | None]  # cells, and a style for the row
 
+# C0 but newline and tab, DEL, C1, and what reorders the text around it.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAN = {
     "layer": "layer",
     "half": "half",
@@ -37,6 +40,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Row], title: str | None =
     if title:
         console.print(f"\n{title}", style="bold")
     console.print(view)
+
+
+def printable(text: str) -> str:
+    """``text``, on a terminal with its controls as escapes such as ``\\x1b``: a model's text must not drive it."""
+    if not sys.stdout.isatty():
+        return text
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
 
 
 def show_plan(table: dict) -> None:

@@ -29,7 +29,8 @@ class Shared:
     """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
-    ``[B, S, KI]``: values, or the bytes that the cache stores. student ``[B, T, S]``, mass ``[B, T, k]``: the selection's
+    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
+    ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student ``[B, T, S]``, mass ``[B, T, k]``: the selection's
     scores and the sum of its readers' `indexer.teacher`, where the policy wants the mean over them.
     """
 
@@ -108,24 +109,43 @@ def choose(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
-) -> tuple[Shared, Float32[Array, "B T S"]]:
-    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7)."""
+    gather: bool | None = None,
+) -> tuple[Shared, Float32[Array, "B T S"] | None]:
+    """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7).
+
+    gather: whether a layer that consumes the pool fetches its keys and scores them alone, at a cost that does not grow
+    with the context, or scores every key; by shape if None. Only the latter gives scores back.
+    """
     name = f"layers.{plan.layer}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
     detached = lax.stop_gradient((x, latent_q))
-    scores = indexer.index_scores(
-        *detached, shared.index_k, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
+    score = lambda keys: indexer.index_scores(  # noqa: E731
+        *detached, keys, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
     )
     first, count = visible_entries(layout, plan.ratio)
-    masked = jnp.where(causal_mask(first, count, scores.shape[-1]), lax.stop_gradient(scores), -jnp.inf)
+    keys: Any = shared.index_k
+    blocks: Any = shared.pool
+    size, block = keys.shape[1], config.candidate_block_size
+    pooled = plan.pool == "consumes" and policy.candidate_pool
+    if pooled:
+        gather = x.shape[1] * blocks.shape[-1] * block <= size if gather is None else gather
+        if gather:
+            entries = indexer.candidate_entries(blocks, block)
+            keys = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, size - 1))
+            seen = (entries >= first[..., None]) & (entries < (first + count)[..., None])
+            ids = indexer.select(jnp.where(seen, lax.stop_gradient(score(keys)), -jnp.inf), config.index_topk)
+            ids = jnp.where(ids < 0, -1, jnp.take_along_axis(entries, jnp.maximum(ids, 0), axis=-1))
+            record(taps, f"{name}.topk", ids)
+            return replace(shared, ids=ids), None
+    scores = score(keys)
+    masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
     record(taps, f"{name}.scores", masked)
     if plan.pool == "publishes":
-        pool = indexer.candidate_mask(masked, first, count, config.candidate_block_size, config.candidate_topk_blocks)
-        pool = checkpoint_name(pool, SELECTED)
-        record(taps, f"{name}.candidates", pool)
-        shared = replace(shared, pool=pool)
-    if plan.pool == "consumes" and policy.candidate_pool:
-        masked = jnp.where(shared.pool, masked, -jnp.inf)
+        blocks = checkpoint_name(indexer.candidate_blocks(masked, first, count, block, config.candidate_topk_blocks), SELECTED)
+        shared = replace(shared, pool=blocks)
+        record(taps, f"{name}.candidates", indexer.candidate_mask(blocks, block, size))
+    if pooled:
+        masked = jnp.where(indexer.candidate_mask(blocks, block, size), masked, -jnp.inf)
         record(taps, f"{name}.scores_masked", masked)
     ids = checkpoint_name(indexer.select(masked, config.index_topk), SELECTED)
     record(taps, f"{name}.topk", ids)
@@ -210,10 +230,10 @@ def whole_row(
     scores, kl = None, jnp.zeros((), jnp.float32)
     if plan.selects:
         kl = served_kl(shared, layout)
-        shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
+        shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps, gather=False)
         if policy.index_teacher == "served":
             shared = replace(shared, student=scores, mass=None)
-    core = lambda q: attention.attend(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
+    core = lambda q: attention.attend_row(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
     if policy.index_teacher == "served":
         return y, replace(shared, mass=_served(shared.mass, mass, shared.ids)), kl

@@ -11,12 +11,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError, cause, nearest
+from dsv41.files import read_json
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.safetensors import open_safetensors
@@ -75,10 +76,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to check, by name (none: the weights of a folder), and what gives its rows."""
+    """A file by name (none: the weights of a folder), what gives its rows, and why it is left out where it is."""
 
     file: str
     rows: Callable[[], Iterator[Row]]
+    left_out: str = ""
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -166,14 +168,6 @@ def read_tensors(file: Path) -> Tensors:
     except UserError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file}: cannot be read: {cause(error)}") from None
-
-
-def read_json(file: Path) -> Any:
-    """A JSON file; `UserError` when it cannot be read."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {cause(error)}") from None
 
 
@@ -269,11 +263,7 @@ def _model_jobs(folder: Path) -> Iterator[Job]:
         yield Job(file.name, partial(run_case, file))
     for file in others:
         why = next(text for start, text in _NOT_RUN.items() if file.name.startswith(start))
-        yield Job(file.name, partial(_left_out, file.name, why))
-
-
-def _left_out(file: str, why: str) -> Iterator[Row]:
-    yield Row(file, "*", None, None, "skipped", why)
+        yield Job(file.name, partial(iter, ()), why)
 
 
 def _weight_rows(folder: Path, config: ModelConfig) -> Iterator[Row]:
@@ -292,7 +282,7 @@ def _token_map(folder: Path, config: ModelConfig) -> np.ndarray:
         if config.engram_layer_ids:
             raise UserError(f"{folder}: no {TOKEN_MAP}, which the Engram layers need")
         return np.zeros(config.vocab_size, np.int32)
-    values = read_json(file)
+    values = read_json(file, 16 << 20)  # an id for each token: of the release about a megabyte
     classes = config.engram_compressed_vocab_size
     whole = isinstance(values, list) and all(type(v) is int and 0 <= v < classes for v in values)
     if not whole or len(values) != config.vocab_size:
@@ -324,22 +314,31 @@ def _jobs(path: Path, deeper: bool = True) -> Iterator[Job]:
 def check(paths: list[Path], skip: list[str]) -> Iterator[Row]:
     """The rows of every folder, as they are found.
 
-    skip: names (or patterns) of files to leave out. One that fits no file is an error before anything is run, and so is
-    a folder with nothing to check.
+    skip: names (or patterns) of files to leave out. One that fits no file is an error before anything is run, and so are
+    a folder with nothing to check and patterns that leave nothing to check.
     """
     if not paths:
         raise UserError("found no folder, allowed is one or more")
     jobs = [job for path in paths for job in _jobs(Path(path))]
-    stems = [Path(job.file).stem for job in jobs]
+    stems = [Path(job.file).stem for job in jobs if job.file]
     patterns = {name: name.removesuffix(".safetensors").removesuffix(".json") for name in skip}
     for name, pattern in patterns.items():
-        if not any(fnmatchcase(stem, pattern) for stem in stems if stem):
+        if not any(fnmatchcase(stem, pattern) for stem in stems):
             raise UserError(f"skip: no case or unit file is named {name!r}{nearest(name, stems)}")
+    jobs = [
+        replace(job, left_out="left out by --skip")
+        if job.file and any(fnmatchcase(Path(job.file).stem, pattern) for pattern in patterns.values())
+        else job
+        for job in jobs
+    ]
+    if all(job.left_out for job in jobs):
+        why = ", ".join(sorted({job.left_out for job in jobs}))
+        raise UserError(f"found nothing to check ({why}), allowed is one file or more")
 
     def rows() -> Iterator[Row]:
-        for job, stem in zip(jobs, stems, strict=True):
-            if any(fnmatchcase(stem, pattern) for pattern in patterns.values()):
-                yield from _left_out(job.file, "left out by --skip")
+        for job in jobs:
+            if job.left_out:
+                yield Row(job.file, "*", None, None, "skipped", job.left_out)
             else:
                 yield from job.rows()
 
@@ -351,20 +350,31 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.file, row.name, "-" if row.error is None else f"{row.error:.2e}", row.sets or "-", verdict
 
 
-def _print(rows: Iterable[Row]) -> list[Row]:
-    """Prints each file's rows once they are all there, and hands all of them back."""
+def _counts(rows: list[Row]) -> dict[str, int]:
+    verdicts = {"passed": "pass", "failed": "FAIL", "skipped": "skipped"}
+    return {word: sum(row.verdict == verdict for row in rows) for word, verdict in verdicts.items()}
+
+
+def _total(rows: list[Row]) -> str:
+    return ", ".join(f"{number} {word}" for word, number in _counts(rows).items())
+
+
+def _print(rows: Iterable[Row], every: bool) -> list[Row]:
+    """Prints each file's total once its rows are all there, behind ``every`` row or those to look at; hands all of them back."""
     done = []
     style = {"pass": None, "FAIL": "bold red", "skipped": "dim"}
     for file, group in groupby(rows, key=lambda row: row.file):
         of_file = list(group)
-        if sys.stdout.isatty():
+        # What stands for a whole file says what was not compared in it.
+        shown = [row for row in of_file if every or row.verdict != "pass" or row.name == "*"]
+        if sys.stdout.isatty() and shown:
             # The file's name stands above its rows: beside them it would leave no room for the tensor's.
-            cells = [(_cells(row)[1:], style[row.verdict]) for row in of_file]
+            cells = [(_cells(row)[1:], style[row.verdict]) for row in shown]
             print_table(("tensor", "error", "agreement", "verdict"), cells, title=file)
         else:
-            for row in of_file:
+            for row in shown:
                 print("  ".join(_cells(row)))
-        sys.stdout.flush()
+        print(f"{file}: {_total(of_file)}", flush=True)
         done += of_file
     return done
 
@@ -393,17 +403,18 @@ def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
         raise UserError(f"json: cannot write {str(file)!r} ({cause(error)})") from None
 
 
-def run(paths: list[Path], json_file: Path | None, skip: list[str]) -> int:
-    """Checks the folders and prints the rows; 1 when any fails, else 0. `UserError` for input that cannot be read."""
+def run(paths: list[Path], json_file: Path | None, skip: list[str], every: bool = False) -> int:
+    """Checks the folders and prints totals, failed and skipped rows, or ``every`` row; 1 when any fails, else 0.
+
+    `UserError` for input that cannot be read, and where nothing was compared.
+    """
     if json_file is not None:
         _prove_writable(Path(json_file))
-    rows = _print(check(paths, skip))
-    counts = {
-        "passed": sum(r.verdict == "pass" for r in rows),
-        "failed": sum(r.verdict == "FAIL" for r in rows),
-        "skipped": sum(r.verdict == "skipped" for r in rows),
-    }
+    rows = _print(check(paths, skip), every)
+    counts = _counts(rows)
+    if not counts["passed"] + counts["failed"]:
+        raise UserError("found no tensor to compare, allowed is one or more in the files that are not left out")
     if json_file is not None:
         _write_json(Path(json_file), rows, counts)
-    print(", ".join(f"{number} {word}" for word, number in counts.items()))
+    print(_total(rows))
     return 1 if counts["failed"] else 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
+from dsv41.indexer import candidate_blocks
 from dsv41.model import embed, make_tokens, record_draft_input, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
@@ -15,16 +16,22 @@ from dsv41.plan import LayerPlan, layer_plans
 from dsv41.site import Shared
 
 
-def _shared(want: dict[str, jax.Array], plan: LayerPlan) -> Shared:
+def _shared(want: dict[str, jax.Array], plan: LayerPlan, config: ModelConfig) -> Shared:
     """What earlier layers published, as recorded; the layer itself replaces what it owns."""
     if plan.ratio == 0:
         return Shared()
     name = "layers.{}.{}".format
+    pool = None
+    if plan.pool == "consumes":
+        recorded = want[name(plan.kv_source, "indexer.candidates")]
+        none = jnp.zeros(recorded.shape[:2], jnp.int32)
+        scores = jnp.where(recorded, 0.0, -jnp.inf)
+        pool = candidate_blocks(scores, none, none, config.candidate_block_size, config.candidate_topk_blocks)
     return Shared(
         main_kv=want[name(plan.kv_source, "attn.main_kv")],
         index_k=want[name(plan.kv_source, "indexer.k")],
         ids=want[name(plan.index_source, "indexer.topk")],
-        pool=want[name(plan.kv_source, "indexer.candidates")] if plan.pool == "consumes" else None,
+        pool=pool,
     )
 
 
@@ -35,7 +42,7 @@ def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str
     tokens = make_tokens(ids, jnp.ones_like(ids), None, token_map, config)
     streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        block(streams, pre, layer, plan, _shared(want, plan), tokens, config, policy, taps)
+        block(streams, pre, layer, plan, _shared(want, plan, config), tokens, config, policy, taps)
         streams, pre = want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"]
     record_draft_input(taps, config)
     record(taps, "logits", unembed(params, streams, pre, config, taps))

@@ -9,8 +9,9 @@ import numpy as np
 
 from dsv41.config import RopeScaling, preset, replace
 from dsv41.errors import UserError
+from dsv41.files import read_json
 from dsv41.hashing import hash_rows, lookback, table_hashes
-from dsv41.indexer import candidate_mask
+from dsv41.indexer import candidate_blocks, candidate_mask
 from dsv41.mhc import coefficients, collapse, expand
 from dsv41.moe import route
 from dsv41.params import ExpertParams, HyperConnection, MoEParams
@@ -33,7 +34,7 @@ from dsv41.quant import (
 )
 from dsv41.rope import frequencies, rotate_heads
 from dsv41.tokenmap import fold_tokens
-from dsv41.verify import FP32_TOLERANCE, Row, Tensors, compare_floats, compare_ids, read_json, read_tensors
+from dsv41.verify import FP32_TOLERANCE, Row, Tensors, compare_floats, compare_ids, read_tensors
 
 ROPE_TOLERANCE = 1e-6
 _Check = Callable[[str, Tensors], Iterator[Row]]
@@ -152,7 +153,9 @@ def _candidates(file: str, t: Tensors) -> Iterator[Row]:
     for key, g in _groups(t).items():
         scores = jnp.asarray(g["logits"])
         count = jnp.broadcast_to(jnp.asarray(g["visible"].astype(np.int32))[None], scores.shape[:2])
-        got = candidate_mask(scores, jnp.zeros_like(count), count, int(g["block_size"]), int(g["topk_blocks"]))
+        block = int(g["block_size"])
+        blocks = candidate_blocks(scores, jnp.zeros_like(count), count, block, int(g["topk_blocks"]))
+        got = candidate_mask(blocks, block, scores.shape[-1])
         seen = np.arange(scores.shape[2])[None, None] < np.asarray(count)[..., None]
         yield compare_ids(file, f"{key}.mask", np.asarray(got) & seen, g["mask"] & seen)
 

@@ -35,7 +35,7 @@ def load_model(run: Path) -> Model:
         raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train or convert wrote")
     config = load_config(run)
     file = run / "tokenizer.json"
-    if not file.exists():
+    if not file.is_file():
         raise UserError(
             f"checkpoint: found no {file.name} in {str(run)!r}, allowed is a folder with the tokenizer of its weights;"
             f" put the {file.name} that was released with them there"

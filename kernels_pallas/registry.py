@@ -8,6 +8,9 @@ why the kernel cannot take them, or None.
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -17,8 +20,9 @@ import jax
 
 Impl = Literal["auto", "reference", "gpu", "tpu"]
 OPS = ("mega_mhc", "sparse_attention")
-_BACKENDS = {"gpu": "gpu", "tpu": "tpu"}  # kernel -> the backend that it is for
+_KERNELS = ("gpu", "tpu")  # each for the backend of its name
 _log = logging.getLogger(__name__)
+_automatic: ContextVar[Impl] = ContextVar("automatic", default="auto")
 
 
 class Refused(ValueError):
@@ -42,7 +46,7 @@ def module(op: str, name: str) -> ModuleType:
 def _refusal(op: str, impl: str, backend: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
     if impl == "reference":
         return None
-    if backend != _BACKENDS[impl]:
+    if backend != impl:
         return f"the backend is {backend}"
     try:
         kernel = module(op, impl)
@@ -58,17 +62,28 @@ def _say_once(op: str, impl: str, reason: str) -> None:
     _log.warning("%s runs its reference, not its %s kernel: %s", op, impl, reason)
 
 
+@contextmanager
+def automatic(impl: Impl) -> Iterator[None]:
+    """What `auto` means for calls traced inside: a comparison runs the model once with "reference" and once without."""
+    before = _automatic.set(impl)
+    try:
+        yield
+    finally:
+        _automatic.reset(before)
+
+
 def choose(op: str, impl: Impl, *args: Any, backend: str | None = None, **kwargs: Any) -> Choice:
     """What ``impl`` means for these arguments (arrays or their shapes). `Refused` when a named one cannot run."""
     backend = jax.default_backend() if backend is None else backend
     backend = {"cuda": "gpu"}.get(backend, backend)
+    impl = _automatic.get() if impl == "auto" else impl
     if impl != "auto":
         reason = _refusal(op, impl, backend, args, kwargs)
         if reason is not None:
             raise Refused(f"{op}: impl: found {impl!r}, which cannot run: {reason}")
         return Choice(op, impl, {})
     refusals: dict[str, str] = {}
-    for name in _BACKENDS:
+    for name in _KERNELS:
         reason = _refusal(op, name, backend, args, kwargs)
         if reason is None:
             return Choice(op, name, refusals)

@@ -15,10 +15,12 @@ from dsv41 import attention
 from dsv41.cache import Cache, cache_bytes, chunk_layout, init_cache, ring_positions
 from dsv41.config import preset
 from dsv41.errors import UserError
+from dsv41.indexer import candidate_entries
 from dsv41.model import extend
 from dsv41.numerics import PACKED
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, fake_quant, pack_rows, quantize, row_values
+from dsv41.site import Shared, choose
 from kernels_pallas.registry import Choice
 from kernels_pallas.sparse_attention import reference
 from tests.models import PLAIN, VOCAB, close, jitted, tiny_config, tiny_params
@@ -193,6 +195,34 @@ def test_what_an_early_chunk_stored_is_found_from_the_last():
         assert (last == entry).any(axis=1).all()
     stored = [(np.asarray(s.main_kv) != 0).any(-1).sum(1).tolist() for s in cache.sources]
     assert stored == [(np.asarray(s.index_k) != 0).any(-1).sum(1).tolist() for s in cache.sources] == [[12, 12], [25, 25]]
+
+
+@pytest.mark.pitfall("B7", "L5")
+@pytest.mark.parametrize("policy", [PLAIN, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("time", [1, 5])
+def test_keys_of_the_pool_alone_give_the_selection_of_all_keys(policy, time):
+    """Equal keys in two blocks make ties; an entry outside the pool, or not visible yet, may hold anything."""
+    plans, params = layer_plans(CONFIG), tiny_params(CONFIG)
+    rng = np.random.default_rng(time)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    length = jnp.array([17, 2], jnp.int32)
+    layout = chunk_layout(length, jnp.array([time, max(time - 1, 1)], jnp.int32), time, None)
+    x, latent, values = draw(2, time, CONFIG.hidden_size), draw(2, time, CONFIG.q_lora_rank), draw(2, 24, CONFIG.index_head_dim)
+    values = values.at[:, 8:10].set(values[:, 4:6])
+    dead = 0x7F if policy is PACKED else jnp.nan
+    keys = pack_rows(values, INDEX_KEY) if policy is PACKED else values
+    keys = jnp.where((jnp.arange(24)[None] >= (length + time)[:, None])[..., None], jnp.asarray(dead, keys.dtype), keys)
+    publisher, consumer = (next(p for p in plans if p.pool == role) for role in ("publishes", "consumes"))
+    shared = Shared(index_k=keys)
+    shared, _ = choose(x, latent, params.layers[publisher.layer].attn, publisher, shared, layout, CONFIG, policy, None)
+    kept = candidate_entries(shared.pool, CONFIG.candidate_block_size)
+    assert (np.asarray(kept).max(-1) < np.asarray(layout.positions + 2)).all() and shared.pool.shape[-1] == 3
+    arguments = x, latent, params.layers[consumer.layer].attn, consumer
+    (all_keys, scores), (pooled, none) = (
+        choose(*arguments, shared, layout, CONFIG, policy, None, gather=gather) for gather in (False, True)
+    )
+    np.testing.assert_array_equal(all_keys.ids, pooled.ids)
+    assert (np.asarray(pooled.ids) >= 0).any(-1)[0].all() and scores.shape == (2, time, 24) and none is None
 
 
 def poisoned(cache: Cache, value: float) -> Cache:

@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 import dsv41
 from dsv41 import cli
+from infer.generate import Generation, Speed
 from train.loop import TrainOptions
 from train.recipes import RECIPES
 
@@ -91,8 +93,10 @@ def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
 def test_mistakes_in_arguments_are_one_line_too(capsys):
     assert "plan, train, eval, generate, verify, demo" in _error(capsys, "plam")
     assert "--preset" in _error(capsys, "plan", "--presett", "toy").replace("--presett", "")
-    commands = "plan, train, eval, generate, verify, demo, convert, bench"
-    assert _error(capsys) == f"dsv41: error: found no command, allowed are {commands}; see dsv41 --help\n"
+    assert _error(capsys) == (
+        "dsv41: error: found no command, allowed are plan, train, eval, generate, verify, demo, convert, bench, analyze;"
+        " see dsv41 --help\n"
+    )
     assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")
     assert "error: --lr: found 'x', allowed is a number\n" in _error(capsys, "train", "--lr", "x")
     assert "SRC A folder" in _error(capsys, "convert")
@@ -166,6 +170,53 @@ def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
         cells = line.split()
         assert [cells[1], cells[3], cells[-1]] == [layer["half"], layer["mode"], f"{layer['parameters']:,}"]
     assert closing.endswith("routing by score in all")
+
+
+class _Says:
+    """A generator whose every continuation has all controls, and what reorders text."""
+
+    CONTROLS = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
+    TEXT = f"aé\u200b{CONTROLS}中z"
+
+    def __init__(self, *_):
+        pass
+
+    def encode(self, text, name):
+        return [1]
+
+    def check(self, prompts, samplings):
+        pass
+
+    def generate(self, prompts, samplings, on_text):
+        if on_text is not None:
+            for piece in self.TEXT:
+                on_text(0, piece)
+        return [Generation([1], [0.0], self.TEXT, "length")] * len(prompts), Speed()
+
+
+@pytest.mark.parametrize("prompts", [["p\x1b[2J"], ["p\x1b[2J", "q"]])
+def test_generated_controls_do_not_reach_a_terminal(capsys, monkeypatch, tmp_path, prompts):
+    monkeypatch.setattr("infer.generate.Generator", _Says)
+    monkeypatch.setattr("infer.model.load_model", lambda run: None)
+    argv = ["generate", "--checkpoint", str(tmp_path), "--prompt", *prompts]
+    assert cli.run(argv) == 0
+    raw = capsys.readouterr().out
+    assert raw.count(_Says.TEXT) == len(prompts) and raw.startswith("p\x1b[2Ja")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert cli.run(argv) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(r"p\x1b[2Jaé") and {c for c in shown if c in _Says.CONTROLS} == {"\n", "\t"}
+    assert all(text in shown for text in (r"\x00", r"\x0d", r"\x7f", r"\x9b", r"\u202e", r"\u2069中z", "\u200b"))
+    # Nothing is lost or moved.
+    assert re.sub(r"\\x(..)|\\u(....)", lambda found: chr(int(found[1] or found[2], 16)), shown) == raw
+
+
+def test_the_readme_says_of_a_command_what_its_help_says():
+    lines = re.findall(r"^dsv41 (\w+) .*?# (.+)$", (Path(__file__).parents[1] / "README.md").read_text(), re.MULTILINE)
+    said = {name: text for name, text in lines if name != "bench"}  # of whose two uses each has a line of its own
+    assert {"plan", "verify", "convert", "demo"} <= set(said)
+    for name, text in said.items():
+        assert f"{text[0].upper()}{text[1:]}." == cli._COMMANDS[name][0].__doc__.splitlines()[0]
 
 
 def test_train_arguments_are_the_options_of_the_loop():

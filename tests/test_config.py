@@ -1,6 +1,7 @@
 """config.json both ways, and one clear line for whatever it must refuse."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,32 @@ def test_files_that_are_no_config(tmp_path):
         load_config(tmp_path / "missing")
     with pytest.raises(ConfigError, match="did you mean 'flash'"):
         preset("flesh")
+
+
+@pytest.mark.parametrize("form", [None, "in a folder"])
+def test_what_would_hang_or_fill_the_memory_is_no_config(tmp_path, form):
+    def refused(place) -> str:
+        with pytest.raises(ConfigError, match=r"^config: found ") as error:
+            load_config(place)
+        return str(error.value)
+
+    file = tmp_path / "config.json"
+    place = tmp_path if form else file
+    os.mkfifo(file)
+    assert refused(place) == f"config: found a device or pipe at {str(file)!r}, allowed is a regular file"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert "a device or pipe" in refused(place)
+    file.unlink()
+    save_config(preset("toy"), file)
+    text = file.read_text()
+    file.write_text(text + " " * ((1 << 20) - len(text)))
+    assert load_config(place) == preset("toy")
+    file.write_text(file.read_text() + " ")
+    assert refused(place) == f"config: found 1,048,577 bytes in {str(file)!r}, allowed are at most 1,048,576"
+    file.unlink()
+    (file / "config.json").mkdir(parents=True)
+    assert "a folder at" in refused(place)
 
 
 _JSON = st.recursive(

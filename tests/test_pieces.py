@@ -1,5 +1,8 @@
 """The small pieces against vectors worked by hand: hashing, Sinkhorn, codecs, routing, SwiGLU, sink, RoPE, pool."""
 
+from functools import partial
+
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,10 +10,10 @@ import numpy as np
 import pytest
 
 from dsv41 import mhc
-from dsv41.attention import attend
+from dsv41.attention import attend, attend_row
 from dsv41.config import preset
 from dsv41.hashing import hash_rows, hash_rows_host, lookback, table_hashes
-from dsv41.indexer import candidate_mask, ids_to_mask, index_kl, select
+from dsv41.indexer import candidate_blocks, candidate_entries, candidate_mask, ids_to_mask, index_kl, select
 from dsv41.layout import make_layout
 from dsv41.moe import grouped_experts, route
 from dsv41.numerics import rms_norm, sink_softmax, swiglu
@@ -18,6 +21,8 @@ from dsv41.params import ExpertParams, HyperConnection, count_parameters, init_p
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import MAIN_KV, e2m1_codes, e2m1_values, e4m3, fake_quant, pack, pack_nibbles, round_e4m3, unpack, unpack_nibbles
 from dsv41.rope import layer_frequencies, rotate
+from kernels_pallas.registry import Choice
+from kernels_pallas.sparse_attention import reference
 from tests.models import close, tiny_config, tiny_params
 
 FLASH = preset("flash")
@@ -228,6 +233,47 @@ def test_gathered_and_masked_attention_agree_in_values_and_gradients():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.pitfall("N6")
+@pytest.mark.parametrize("selected", [True, False])
+def test_whole_rows_through_the_kernels_arguments(monkeypatch, selected):
+    """Documents of packed rows, padding between and behind them, a row shorter than the window: against `attend`.
+
+    The reference of the kernel stands in for it; both sum in float32, in another order: 1e-5 of values of order 1.
+    """
+    segments = jnp.array([[1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2]], jnp.int32)
+    layout = make_layout(segments)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (2, 12, 2, 32))
+    kv, entries = (jax.random.normal(k, (2, 12, 32)) for k in keys[1:3])
+    rng = np.random.default_rng(0)
+    ids = np.full((2, 12, 3), -1, np.int32)
+    for b, t in np.ndindex(2, 12):
+        picked = np.sort(rng.permutation(t + 1)[:3])
+        ids[b, t, : len(picked)] = picked
+    ids = jnp.where((segments > 0)[..., None], ids, -1)
+    g = jax.random.normal(keys[3], q.shape)
+    called = []
+
+    def stand_in(*args, mass):
+        called.append(args[0].shape)
+        return reference.run(*args, mass=mass)
+
+    def run(attend, window, q, kv, entries, sink):
+        out, mass = attend(q, kv, entries if selected else None, ids if selected else None, sink, layout, window)
+        return jnp.sum(out * g), (out, mass)
+
+    monkeypatch.setattr("dsv41.attention.sparse_attention", stand_in)
+    for window in (4, 20):
+        results = []
+        for form, impl in ((attend, "reference"), (attend_row, "gpu"), (attend_row, "reference")):
+            monkeypatch.setattr("dsv41.attention.registry.choose", lambda *_, impl=impl, **__: Choice("", impl, {}))
+            value = jax.value_and_grad(partial(run, form, window), argnums=(0, 1, 2, 3), has_aux=True)
+            results.append(value(q, kv, entries, jnp.array([0.3, -1.0])))
+        chex.assert_trees_all_close(results[1], results[0], rtol=0, atol=1e-5)
+        chex.assert_trees_all_equal(results[2], results[0])
+    assert called == [(24, 2, 32)] * 2
+
+
 @pytest.mark.pitfall("G1", "G2", "G4")
 def test_rope_tables_and_pairs():
     got = rotate(jnp.array([1.0, 0, 1, 0]), jnp.int32(1), np.float32(10000.0) ** -np.array([0, 0.5], np.float32))
@@ -247,8 +293,10 @@ def test_candidate_pool_vector():
     scores = jnp.array([5.0, 0, 0, 0, 9, 1, 1, 1, 7, 2, 2, 2, -3, 8])
     for visible, want in ((1, range(4)), (5, range(8)), (12, range(4, 12)), (13, [4, 5, 6, 7, 12, 13])):
         masked = jnp.where(jnp.arange(14) < visible, scores, -jnp.inf)[None, None]
-        mask = candidate_mask(masked, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), visible, jnp.int32), 4, 2)
-        assert np.flatnonzero(mask[0, 0]).tolist() == list(want)
+        blocks = candidate_blocks(masked, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), visible, jnp.int32), 4, 2)
+        assert np.flatnonzero(candidate_mask(blocks, 4, 14)[0, 0]).tolist() == list(want)
+        entries = np.asarray(candidate_entries(blocks, 4)[0, 0])
+        assert entries[(entries >= 0) & (entries < 14)].tolist() == list(want)
 
 
 @pytest.mark.pitfall("B5", "B6", "L8")

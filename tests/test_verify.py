@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dsv41 import verify
+from dsv41 import cli, verify
 from dsv41.errors import UserError
 from dsv41.quant import INDEX_KEY, WINDOW_KV
 from dsv41.verify import compare_codes, compare_floats, compare_ids, run
@@ -79,7 +79,9 @@ def test_golden_files_pass(tmp_path):
     lines = done.stdout.splitlines()
     data = json.loads(report.read_text())
     assert lines[-1] == f"{data['passed']} passed, 0 failed, 0 skipped"
-    assert len(lines) == len(data["rows"]) + 1 == data["passed"] + 1 > 500
+    files = list(dict.fromkeys(r["file"] for r in data["rows"]))
+    totals = [f"{file}: {sum(r['file'] == file for r in data['rows'])} passed, 0 failed, 0 skipped" for file in files]
+    assert lines[:-1] == totals and len(data["rows"]) == data["passed"] > 500
     assert {r["file"] for r in data["rows"]} >= {
         "fp32_len7.safetensors",
         "quant_len7.safetensors",
@@ -156,9 +158,54 @@ def test_folders_without_cases_config_or_weights_are_refused(model, tmp_path):
         run([model], None, [])
 
 
-def test_skipped_files_are_listed_and_unknown_ones_refused(model, capsys):
-    assert run([model], None, ["fp32_len7"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0 passed, 0 failed, 1 skipped"
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """Two unit files."""
+    folder = tmp_path / "unit"
+    folder.mkdir()
+    for name in ("router", "candidates"):
+        shutil.copy(GOLDEN / "unit" / f"{name}.safetensors", folder)
+    return folder
+
+
+def test_totals_failed_and_skipped_rows_are_printed_and_every_row_where_asked_for(unit, capsys):
+    def move(a: np.ndarray) -> None:
+        a[0, 1] += 1
+
+    _change(unit / "router.safetensors", "r1.ids_vl", move)
+    count = len(list(verify.check([unit], ["candidates"]))) - 1
+    assert cli.run(["verify", str(unit), "--skip", "candidates"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "candidates.safetensors  *  -  -  skipped (left out by --skip)"
+    assert lines[1] == "candidates.safetensors: 0 passed, 0 failed, 1 skipped"
+    assert lines[2].startswith("router.safetensors  r1.ids_vl  -  ") and "  FAIL (first difference at " in lines[2]
+    assert lines[3] == f"router.safetensors: {count - 1} passed, 1 failed, 0 skipped"
+    assert lines[4:] == [f"{count - 1} passed, 1 failed, 1 skipped"]
+    assert cli.run(["verify", str(unit), "--skip", "candidates", "--all"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("router.safetensors  ") for line in lines) == count == len(lines) - 4
+
+
+@pytest.mark.parametrize("patterns", [["*"], ["router", "candidates*"]])
+def test_nothing_checked_is_no_success(unit, tmp_path, capsys, patterns):
+    assert cli.run(["verify", str(unit), "--json", str(tmp_path / "report.json"), "--skip", *patterns]) == 2
+    out, err = capsys.readouterr()
+    said = "dsv41: error: found nothing to check (left out by --skip), allowed is one file or more\n"
+    assert (out, err) == ("", said) and not (tmp_path / "report.json").exists()
+
+
+def test_files_without_anything_to_compare_are_no_success(model, tmp_path):
+    case = model / "fp32_len7.safetensors"
+    save_file({"input_ids": load_file(case)["input_ids"]}, case)
+    with pytest.raises(UserError, match="no tensor to compare"):
+        run([model], tmp_path / "report.json", [])
+    case.rename(model / "vision_case.safetensors")
+    with pytest.raises(UserError, match=r"nothing to check \(the vision tower is not part"):
+        run([model], tmp_path / "report.json", [])
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_name_that_no_file_has_is_refused(model):
     with pytest.raises(UserError, match="did you mean 'fp32_len7'"):
         run([model], None, ["fp32_len*", "fp32_len8"])
 
@@ -180,8 +227,9 @@ def test_a_terminal_shows_every_name_whole(monkeypatch, capsys, columns):
     monkeypatch.setenv("COLUMNS", columns)
     names = ["step.layers.4.indexer.candidates", "layers.39.ffn.experts.383.w2.weight.scale_bytes"]
     rows = [verify.Row("decode_quant_p1_t12.safetensors", name, 1e-9, "123456/123456", "FAIL", "no " * 30) for name in names]
-    assert verify._print(rows) == rows
+    assert verify._print(rows, False) == rows
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert lines.pop() == "decode_quant_p1_t12.safetensors: 0 passed, 2 failed, 0 skipped"
     assert max(map(len, lines)) <= int(columns)
     # A name that is longer than its column goes on below itself.
     assert all(name in "".join(line.split(" ")[0] for line in lines) for name in names)

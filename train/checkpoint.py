@@ -207,6 +207,11 @@ class Checkpoints:
         abstract = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in described.items()}
         return self._load(step, manifest, {item: abstract})[item] if abstract else {}
 
+    def check(self, step: int) -> None:
+        """Raises `UserError` where `restore` would for a checkpoint that is missing or damaged; its arrays are not loaded."""
+        manifest = self._manifest(step)
+        self._check_files(step, manifest["files"], set(manifest["arrays"]) - {_PARAMS, _REST})
+
     def described(self, step: int) -> dict[str, dict[str, Any]]:
         """Shape and dtype of every array of every item, as ``{item: {name: [shape, dtype]}}``."""
         return self._manifest(step)["arrays"]

@@ -86,6 +86,8 @@ def check_paths(data: Sequence[str]) -> None:
     allowed = f"allowed are {STDLIB!r}, text files and folders"
     if not data:
         raise UserError(f"data: found nothing, {allowed}")
+    if "" in data:  # as a path it is the current folder
+        raise UserError(f"data: found '', {allowed}")
     for path in map(_path, data):
         if str(path) == STDLIB or path.is_dir() or path.is_file():
             continue

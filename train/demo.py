@@ -1,6 +1,7 @@
 """`dsv41 demo`: trains the toy model for a while, restores it in a new process, lets it write code, reports."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,15 +9,17 @@ from pathlib import Path
 
 from dsv41.config import preset
 from dsv41.errors import UserError
+from dsv41.files import make_writable
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
+from dsv41.show import printable
 from infer.model import load_model
 from infer.speed import measure
 from train.corpus import Document
 from train.curve import plot_losses, running_mean
 from train.loop import TrainResult, train
 from train.ngram import bits_per_byte
-from train.options import TrainOptions, make_writable
+from train.options import TrainOptions
 from train.progress import Report
 
 _PROMPTS = 3
@@ -47,19 +50,11 @@ def _prompts(documents: list[Document]) -> list[str]:
 
 def _generate(run: Path, prompts: list[str]) -> list[dict]:
     """Continuations, as one batch, by a new process, which sees nothing but the run's folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "dsv41.cli",
-        "generate",
-        "--checkpoint",
-        str(run),
-        "--json",
-        "--max-new-tokens",
-        str(_NEW_TOKENS),
-    ]
-    command += ["--temperature", "0.5", "--prompt", *prompts]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # -P and this process's own path: a file in the current folder must not stand in for one of these packages.
+    command = [sys.executable, "-P", "-m", "dsv41.cli", "generate", "--checkpoint", str(run), "--json"]
+    command += ["--max-new-tokens", str(_NEW_TOKENS), "--temperature", "0.5", "--prompt", *prompts]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise UserError(f"demo: generate ended with exit code {done.returncode}: {last[0]}")
@@ -151,6 +146,6 @@ def demo(seconds: float, out: Path) -> int:
     ratio = speed["decode_batch_1"] / speed["plain_decode"]
     print(f"decode: {speed['decode_batch_1']:.0f} tokens/s through the cache, {ratio:.1f} times the path without one")
     for text in texts:
-        print(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}")
+        print(printable(f"--- prompt\n{text['prompt']}--- continuation\n{text['text']}"))
     print(f"report: {report}")
     return 0

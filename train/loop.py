@@ -36,6 +36,8 @@ from train.tokenizer import cache_root
 
 # Steps timed before the length of a run that is given by seconds is fixed.
 _TIMED_STEPS = 4
+# Fewer than these teach the model little.
+_FEW_STEPS = 50
 # Part of the seconds kept for checkpoints and the plot.
 _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
@@ -117,10 +119,12 @@ def _device_batch(batch: Batch) -> Batch:
 def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
 
-    Raises `UserError` for options that cannot be used, or are not those of that run; the data are not read.
+    Raises `UserError` for options that cannot be used, or are not those of that run, and, as a resume would, for a newest
+    checkpoint that is damaged; the data are not read.
     """
     config = check_options(options)
-    step = Checkpoints(options.out / CHECKPOINTS, options.keep).latest()
+    checkpoints = Checkpoints(options.out / CHECKPOINTS, options.keep)
+    step = checkpoints.latest()
     if step is None:
         return None
     run = read_run(options.out)
@@ -128,7 +132,10 @@ def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     total = options.steps or run.total
     score = next((found for found in run.scores if found.step == step), None)
     left = not total or step < total or (options.evaluate and score is None)
-    return None if left else (step, score)
+    if left:
+        return None
+    checkpoints.check(step)
+    return step, score
 
 
 def train(options: TrainOptions) -> TrainResult:
@@ -151,20 +158,20 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     if run is not None:
         check_options_same(run, options, config)
     total = options.steps or (run.total if run else 0)
-    report.phase("reading the text and packing its tokens")
+    report.phase("reading the text and packing its tokens", quiet=True)
     prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
     config, fold = fit_vocabulary(config, prepared.tokenizer)
     plan = stages(options, config, total)
     facts = identity(options, config, prepared, [stage.first for stage in plan])
 
-    report.phase("drawing the initial weights")
+    report.phase("drawing the initial weights", quiet=True)
     state = init_state(config, options.seed, options.engram_rows)
     resumed = 0
     scores: list[Score] = []
     if run is not None and latest is not None:
         check_same(run, facts, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-        report.phase(f"reading the checkpoint of step {latest}")
+        report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, abstract)
         resumed = int(state.step)
         scores = [found for found in run.scores if found.step <= resumed]
@@ -213,7 +220,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             if (done >= stage.last and number + 1 < len(plan)) or received:
                 continue
             data = StageData(plan[: number + 1], prepared, options)
-            examiner = Examiner(stage, data.prepared, fold)
+            examiner = Examiner(stage, data.prepared, fold, report)
             if options.evaluate and not done:
                 report.phase("scoring held-out text before training")
                 scores.append(examiner.score(state, _FIRST_SCORE_ROWS))
@@ -254,6 +261,8 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                         total = done + max(int(left / (timed / done)), 1)
                         schedule = warmup_hold_cosine(total, options.lr)
                         write_run(out, Run(facts, total, tuple(scores)))
+                        if total < _FEW_STEPS:
+                            report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
                 report.step(done, total, values["loss"], tokens / max(training, 1e-9))
                 if done % options.checkpoint_every == 0:
                     save()

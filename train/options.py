@@ -2,8 +2,7 @@
 
 import math
 import os
-import tempfile
-from contextlib import suppress
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 import jax
 
 from dsv41.config import ModelConfig, load_config, preset
-from dsv41.errors import UserError, cause
+from dsv41.errors import UserError
+from dsv41.files import make_writable
+from dsv41.plan import layer_plans
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
 from train.packing import check_length
 from train.recipes import check_recipe
 from train.step import init_state
 
-MOST_STEPS = 2**31 - 1  # steps are counted in int32
+_MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
 
 
 @dataclass(frozen=True)
@@ -62,28 +63,27 @@ class TrainOptions:
 
 def check_options(options: TrainOptions) -> ModelConfig:
     """The config, its vocabulary not yet fitted; raises `UserError` for options that no run can have on this machine."""
-    for name, low in (("steps", 0), ("batch_size", 1), ("checkpoint_every", 1), ("keep", 1)):
+    if options.steps < 1 and options.max_seconds is None:
+        raise UserError(f"steps: found {options.steps} without max_seconds, allowed is 1 or more; nearest is 1")
+    for name, low in (("steps", 0), ("batch_size", 1), ("length", 1), ("checkpoint_every", 1), ("keep", 1)):
         value = getattr(options, name)
-        if value < low:
-            raise UserError(f"{name}: found {value}, allowed is {low} or more; nearest is {low}")
+        if not low <= value <= _MOST:
+            raise UserError(f"{name}: found {value}, allowed is {low} to {_MOST}; nearest is {min(max(value, low), _MOST)}")
     if not (math.isfinite(options.lr) and options.lr > 0):
         raise UserError(f"lr: found {options.lr}, allowed is a finite number above 0")
     if options.max_seconds is not None and not 0 < options.max_seconds < math.inf:
         raise UserError(f"max_seconds: found {options.max_seconds}, allowed is a finite number above 0")
-    if options.steps > MOST_STEPS:
-        raise UserError(f"steps: found {options.steps}, allowed are at most {MOST_STEPS}")
-    if options.steps == 0 and options.max_seconds is None:
-        raise UserError("steps: found 0 without max_seconds, allowed is 1 or more; nearest is 1")
     check_stream(options.batch_size, options.seed)
     rows, parts = options.batch_size, options.accumulate
     if parts < 1 or rows % parts:
-        close = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(n - parts))
+        divisors = {d for n in range(1, math.isqrt(rows) + 1) if rows % n == 0 for d in (n, rows // n)}
+        close = min(sorted(divisors), key=lambda n: abs(n - parts))
         raise UserError(f"accumulate: found {parts}, allowed is a divisor of the {rows} rows of a batch; nearest is {close}")
     check_paths(options.data)
     config = preset(options.preset) if options.config is None else load_config(options.config)
     config = check_recipe(options, config)
     check_length(options.length, config.document_alignment)
-    _check_room("preset" if options.config is None else "config", config)
+    _check_room(options, config)
     make_writable(options.out)
     return config
 
@@ -98,26 +98,32 @@ def memory() -> int:
     return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check_room(name: str, config: ModelConfig) -> None:
+def _step_bytes(config: ModelConfig, rows: int, length: int, parts: int) -> int:
+    """Of a batch (three int32 and a float32 a token), and of one part's float32 logits and one indexer's products: a floor."""
+    part = -(-rows // parts) * length
+    entries = max((length // plan.ratio for plan in layer_plans(config) if plan.selects), default=0)
+    return 16 * rows * length + 4 * part * (config.vocab_size + config.index_n_heads * entries)
+
+
+def _check_room(options: TrainOptions, config: ModelConfig) -> None:
+    """Raises `UserError`, with the numbers, where the model alone or with the batch cannot fit into memory."""
     state = jax.eval_shape(lambda: init_state(config, 0))
-    needed, room = _bytes(state) + _bytes(state.params), memory()
-    if needed > room:
+    model, room = _bytes(state) + _bytes(state.params), memory()
+    allowed = f"allowed is what the {room / 1e9:,.1f} GB here hold"
+    if model > room:
         raise UserError(
-            f"{name}: found a model that does not fit: its weights, gradients and optimizer state take {needed / 1e9:,.1f} GB,"
-            f" allowed is what the {room / 1e9:,.1f} GB here hold; nearest is preset=toy"
+            f"{'preset' if options.config is None else 'config'}: found a model that does not fit: its weights, gradients and"
+            f" optimizer state take {model / 1e9:,.1f} GB, {allowed}; nearest is preset=toy"
         )
-
-
-def make_writable(folder: Path) -> None:
-    """Proves that ``folder`` can be made and written, and leaves nothing behind; raises `UserError` when not."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise UserError(f"out: cannot write {str(folder)!r} ({cause(error)}), allowed is a folder that can be written") from error
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+    rows, length, parts, align = options.batch_size, options.length, options.accumulate, config.document_alignment
+    needed = _step_bytes(config, rows, length, parts)
+    if model + needed <= room:
+        return
+    name, close = "batch_size", bisect_right(range(1, rows), room - model, key=lambda n: _step_bytes(config, n, length, parts))
+    if not close:
+        lengths = range(align, length, align)
+        name, close = "length", align * max(1, bisect_right(lengths, room - model, key=lambda n: _step_bytes(config, 1, n, 1)))
+    raise UserError(
+        f"{name}: found {getattr(options, name)}, which does not fit: a step's batch, logits and index scores take"
+        f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {allowed}; nearest that may fit is {close}"
+    )

@@ -27,6 +27,7 @@ class Report:
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(16), _Clock())
         self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
         self._task = self._progress.add_task("", total=None)
+        self._name = ""
         self._stepping = False
         self._said = -math.inf
 
@@ -39,12 +40,23 @@ class Report:
         if self.console.is_terminal:
             self._progress.stop()
 
-    def phase(self, name: str) -> None:
-        """What is done from now on, without a known end."""
-        self._stepping = False
+    def phase(self, name: str, quiet: bool = False) -> None:
+        """What is done from now on, without a known end.
+
+        quiet: shown on a terminal alone, where the line goes away: input may yet be bad, and that is to be one line everywhere.
+        """
+        self._name, self._stepping = name, False
         self._progress.reset(self._task, total=None, description=name)
-        if not self.console.is_terminal:
-            self.console.print(name, highlight=False, markup=False)
+        if not self.console.is_terminal and not quiet:
+            self.say(name)
+
+    def part(self, done: int, total: int) -> None:
+        """So much of the phase is done."""
+        self._progress.update(self._task, completed=done, total=total, description=f"{self._name}  {done}/{total}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, done: int, total: int, loss: float, rate: float) -> None:
         """A training step is done. total: 0 while it is not known."""
@@ -57,4 +69,4 @@ class Report:
         now = time.monotonic()
         if not self.console.is_terminal and (now - self._said > _PLAIN_SECONDS or done == total):
             self._said = now
-            self.console.print(line, highlight=False, markup=False)
+            self.say(line)

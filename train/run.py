@@ -11,6 +11,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, from_released, replace, to_released
 from dsv41.errors import UserError
+from dsv41.files import read_json
 from train.curve import Score
 from train.data import Prepared
 from train.options import TrainOptions
@@ -34,7 +35,9 @@ def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared, sta
     digest = hashlib.sha256()
     for array in (*prepared.train, *prepared.heldout):
         digest.update(np.ascontiguousarray(array).tobytes())
-    return {"config": to_released(config), "data": digest.hexdigest(), "starts": list(starts), **_plain(options)}
+    # The data ahead of the config, whose vocabulary is theirs.
+    known = {"data": digest.hexdigest(), "config": to_released(config)}
+    return {**known, "starts": list(starts), **_plain(options)}
 
 
 def _plain(options: TrainOptions) -> dict[str, Any]:
@@ -58,11 +61,11 @@ def write_run(out: Path, run: Run) -> None:
 
 def read_run(out: Path) -> Run:
     """Reads a folder's run; raises `UserError` where there is none, or a damaged one."""
+    if not (out / NAME).exists():
+        raise UserError(f"out: {str(out)!r} holds checkpoints but no {NAME}, allowed is a new folder")
     try:
-        values = json.loads((out / NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"out: {str(out)!r} holds checkpoints but no {NAME}, allowed is a new folder") from None
-    except (OSError, ValueError, RecursionError):
+        values = read_json(out / NAME)
+    except UserError:
         values = None
     if not _is_run(values):
         raise UserError(f"out: {str(out / NAME)!r} is damaged, allowed is a new folder")
@@ -92,7 +95,7 @@ def check_same(run: Run, wanted: dict[str, Any], out: Path) -> None:
             )
         say = f"found {value!r}, the run in {str(out)!r} has {old!r}"
         if name in ("config", "data"):
-            say = f"found another {name} than that of the run in {str(out)!r}"
+            say = f"found another {'text' if name == 'data' else name} than that of the run in {str(out)!r}"
         raise UserError(f"{name}: {say}; resume with the same, or name another folder to write")
 
 

@@ -1,6 +1,6 @@
 """What a stage of a run works on: its batches by the step alone, and the held-out text it is scored with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from train.curve import Score
 from train.data import Batch, Prepared, TrainData, prepare, to_batch
 from train.diagnose import make_diagnose
 from train.packing import Packed
+from train.progress import Report
 from train.recipes import Stage
 from train.replay import replayed
 from train.step import EvalStep, TrainState, make_eval_step
@@ -68,10 +69,10 @@ class StageData:
 class Examiner:
     """Scores and diagnoses a stage's model on held-out text."""
 
-    def __init__(self, stage: Stage, prepared: Prepared, token_map: np.ndarray):
+    def __init__(self, stage: Stage, prepared: Prepared, token_map: np.ndarray, report: Report):
         # By the parts that a training step is computed in: what fits there fits here.
         self._rows = stage.rows // stage.step.accumulate
-        self._prepared = prepared
+        self._prepared, self._report = prepared, report
         self._score = make_eval_step(stage.config, stage.policy, token_map, stage.step.weights)
         self._diagnose = make_diagnose(stage.config, stage.policy, token_map)
         self._few = max(1, min(_DIAGNOSED_TOKENS // stage.length, len(prepared.heldout.ids)))
@@ -79,7 +80,7 @@ class Examiner:
     def score(self, state: TrainState, rows: int | None = None) -> Score:
         """Of all held-out rows, or the first ``rows``."""
         some = Packed(*(a[:rows] for a in self._prepared.heldout))
-        return score(self._score, state, some, self._rows, self._prepared.token_bytes)
+        return score(self._score, state, some, self._rows, self._prepared.token_bytes, self._report.part)
 
     def diagnose(self, state: TrainState) -> dict[str, float]:
         """`train.diagnose` of the first held-out rows."""
@@ -87,8 +88,15 @@ class Examiner:
         return {name: float(value) for name, value in jax.device_get(found).items()}
 
 
-def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray) -> Score:
-    """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
+def score(
+    step: EvalStep,
+    state: TrainState,
+    packed: Packed,
+    batch_size: int,
+    token_bytes: np.ndarray,
+    part: Callable[[int, int], object] = lambda done, total: None,
+) -> Score:
+    """Nats of the rows' every target, ends of documents among them, and the bytes of their text; ``part`` hears of progress."""
     nats = tokens = 0.0
     for start in range(0, len(packed.ids), batch_size):
         rows = Packed(packed.ids[start : start + batch_size], packed.segments[start : start + batch_size])
@@ -97,4 +105,5 @@ def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, to
         batch = to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows)))
         found = step(state.params, batch)
         nats, tokens = nats + float(found[0]), tokens + float(found[1])
+        part(start + batch_size - short, len(packed.ids))
     return Score(int(state.step), nats, int(tokens), int(token_bytes[packed.ids].sum()))

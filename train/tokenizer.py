@@ -21,6 +21,7 @@ MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 # Merges stay within one match. Line breaks keep the indentation that follows, so a code line's depth is one token;
 # a word keeps one mark or space before it (`.join`, ` return`); digits stay single, so numbers have one spelling.
 _PATTERN = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+[ \t]*|\s+(?!\S)|\s+"
+CACHE_ALLOWED = "a writable folder in $DSV41_CACHE"
 # Part of the cache key: raise it when anything but the pattern changes what training gives.
 _RECIPE = 1
 
@@ -78,9 +79,10 @@ def foreign_tokenizer(text: str) -> Tokenizer:
 
 def cache_root() -> Path:
     """Where what can be made again is kept: $DSV41_CACHE, or dsv41 below $XDG_CACHE_HOME or ~/.cache."""
+    # Unlike Path.expanduser this leaves the home of an unknown user as it is.
     if own := os.environ.get("DSV41_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dsv41"
+        return Path(os.path.expanduser(own))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "dsv41"
 
 
 def cached_tokenizer(documents: Sequence[Document], vocab_size: int, cache_dir: Path) -> Tokenizer:
@@ -128,9 +130,7 @@ def _write_cache(path: Path, text: str) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        raise UserError(
-            f"cache: cannot write {str(path.parent)!r} ({error.strerror}), allowed is a writable folder in $DSV41_CACHE"
-        ) from error
+        raise UserError(f"cache: cannot write {str(path.parent)!r} ({error.strerror}), allowed is {CACHE_ALLOWED}") from error
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[np.ndarray]:

@@ -144,7 +144,7 @@ def _import(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
 
 def _check_tokenizer(file: Path, config: ModelConfig) -> None:
     """The tokenizer folds into as many classes as the Engram constants rest on (§11.1)."""
-    if not file.exists():
+    if not file.is_file():
         return
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -174,7 +174,8 @@ def _import_plan(folder: ReleasedFolder, rule: ShardingRule) -> Iterator[str]:
     yield from (f"{name}  left out" for name in folder.left_out)
     yield from _totals(counts, sizes)
     masters = sum(spec.size * spec.dtype.dtype.itemsize for spec in text_leaves(folder.config).values())
-    yield f"masters: {masters:,} bytes on {jax.device_count()} devices; left out: {len(folder.left_out):,} tensors"
+    devices = f"{jax.device_count()} device{'s' if jax.device_count() > 1 else ''}"
+    yield f"masters: {masters:,} bytes on {devices}; left out: {len(folder.left_out):,} tensors"
 
 
 def _totals(counts: Counter[str], sizes: Counter[str]) -> Iterator[str]:

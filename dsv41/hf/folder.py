@@ -16,8 +16,9 @@ import numpy as np
 
 from dsv41.config import ModelConfig, load_config, replace
 from dsv41.errors import UserError, nearest
+from dsv41.files import read_small
 from dsv41.hf.names import PARTS, Part, Slot, key_table, tile
-from dsv41.hf.safetensors import Entry, SafetensorsFile, json_object, open_safetensors
+from dsv41.hf.safetensors import MAX_HEADER_BYTES, Entry, SafetensorsFile, json_object, open_safetensors
 
 INDEX = "model.safetensors.index.json"
 # Of released and of unquantised folders; where there is neither, every file counts.
@@ -191,11 +192,7 @@ def _files(path: Path) -> tuple[list[SafetensorsFile], list[str]]:
 
 def _read_index(file: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
-    weights = json_object(file, "index", text).get("weight_map")
+    weights = json_object(file, "index", read_small(file, MAX_HEADER_BYTES)).get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise UserError(f"{file}: weight_map: found none, allowed is an object of tensor names and their files")
     for name, value in weights.items():

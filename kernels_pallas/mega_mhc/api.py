@@ -30,8 +30,8 @@ def mega_mhc(
     of both root mean squares.
 
     Returns the new streams ``[T, N, D]`` and the next sub-block's normalised input ``[T, D]`` in the streams' dtype, then pre
-    ``[T, N]``, post ``[T, N]`` and comb ``[T, N, N]`` of the new streams in float32. Differentiable in every array; the
-    kernels' gradients recompute in XLA.
+    ``[T, N]``, post ``[T, N]`` and comb ``[T, N, N]`` of the new streams in float32. Differentiable in every array, on
+    Hopper by kernels, else by recomputation in XLA.
     """
     args = (y, streams, post, comb, pre, hc, gain)
     return registry.call("mega_mhc", impl, *args, iters=iters, eps=eps, rms_eps=rms_eps)

@@ -46,7 +46,7 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float) -> None:
-    p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, x_gmem = refs
+    p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, stats_gmem, x_gmem = refs
     splits, _, m = p_gmem.shape
     d = gain_gmem.shape[0]
     mixes, outs, chunks_s, barriers = scoped
@@ -70,7 +70,11 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
         def wide(v, axis):
             return plgpu.layout_cast(lax.broadcast_in_dim(v, (ROWS, m), (axis,)), _ROW)
 
-        mixes[...] = mix * wide(rms, 0) * wide(scale, 1) + wide(base, 1)
+        mix *= wide(rms, 0)
+        store(outs[3].at[:, :m], mix)
+        store(outs[3].at[:, m], rms)
+        store(outs[3].at[:, m + 1], lax.rsqrt(summed(1, _ROW.reduce(1)) / d + rms_eps))
+        mixes[...] = mix * wide(scale, 1) + wide(base, 1)
         plgpu.commit_smem()
         column = [plgpu.load(mixes.at[:, j], layout=_ROW.reduce(1), optimized=False) for j in range(2 * n + n * n)]
         for k in range(n):
@@ -81,7 +85,7 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
             for k in range(n):
                 store(outs[2].at[:, j * n + k], comb[j][k])
         plgpu.commit_smem()
-        for source, target in zip(outs, (pre_gmem, post_gmem, comb_gmem), strict=True):
+        for source, target in zip(outs, (pre_gmem, post_gmem, comb_gmem, stats_gmem), strict=True):
             plgpu.copy_smem_to_gmem(source, target.at[token])
         plgpu.wait_smem_to_gmem(0)
 
@@ -134,9 +138,10 @@ def finish(
     eps: float,
     rms_eps: float,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """pre ``[T, N]``, post ``[T, N]``, comb ``[T, N * N]`` in float32, and x ``[T, D]``.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """pre ``[T, N]``, post ``[T, N]``, comb ``[T, N * N]`` in float32, what the backward needs of each token, and x ``[T, D]``.
 
+    That is float32 ``[T, M + 4]``: M projections over the streams' RMS, then one over that RMS and over the collapsed row's.
     p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``.
     """
     f32 = jnp.float32
@@ -144,7 +149,7 @@ def finish(
     blocks = normalisers(d)
     chunks = d // COLS // blocks
     transforms = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-    widths = (n, n, n * n)
+    widths = (n, n, n * n, p.shape[2] + 4)  # rows of whole 16 bytes
 
     def mega_mhc_finish(*refs):
         pl.run_scoped(

@@ -1,14 +1,15 @@
-"""`mega_mhc` on Hopper: two kernels of Pallas Mosaic GPU, `update` and `finish`; gradients by recomputation in XLA."""
+"""`mega_mhc` on Hopper: two kernels of Pallas Mosaic GPU forward, `update` and `finish`, and two backward."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.mega_mhc.backward import backward
 from kernels_pallas.mega_mhc.finish import finish
-from kernels_pallas.mega_mhc.reference import high_and_low, unrolled
+from kernels_pallas.mega_mhc.gradient import differentiable
+from kernels_pallas.mega_mhc.reference import high_and_low
 from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS, SHARED_BYTES, Tile, update
 
 SMS = 132
@@ -69,8 +70,8 @@ def forward(
     rms_eps: float,
     tile: Tile | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`run` without its gradient."""
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """`run` without its gradient, and what that needs besides (see `kernels_pallas.mega_mhc.finish.finish`)."""
     t, n, d = streams.shape
     f32 = jnp.float32
     tile = choose(t, d) if tile is None else tile
@@ -83,8 +84,9 @@ def forward(
     new, hat, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), tile, interpret)
     scale = hc.scale.astype(f32)[np.repeat(np.arange(3), (n, n, n * n))]
     predictor = (scale, hc.base.astype(f32))
-    own_pre, own_post, own_comb, x = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, interpret)
-    return new[:t], x[:t], own_pre[:t], own_post[:t], own_comb[:t].reshape(t, n, n)
+    outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, interpret)
+    own_pre, own_post, own_comb, stats, x = (out[:t] for out in outs)
+    return (new[:t], x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
 
 
 def run(
@@ -105,13 +107,13 @@ def run(
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. tile: other sizes than `choose` picks; interpret: parameters of Pallas'
     interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
-    call = jax.custom_vjp(functools.partial(forward, **static, tile=tile, interpret=interpret))
 
     def keep(*args: Any) -> tuple[Any, Any]:
-        return call(*args), args
+        outputs, stats = forward(*args, **static, tile=tile, interpret=interpret)
+        return outputs, (args, stats, outputs[1])
 
-    def pull(args: Any, cotangents: Any) -> Any:
-        return jax.vjp(functools.partial(unrolled, **static), *args)[1](cotangents)
+    def pull(kept: Any, cotangents: Any) -> Any:
+        args, stats, x = kept
+        return backward(args, stats, x, cotangents, iters, eps, SMS, interpret)
 
-    call.defvjp(keep, pull)
-    return call(y, streams, post, comb, pre, hc, gain)
+    return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))

@@ -30,23 +30,25 @@ def run(
     return new, rms_norm(collapse(pre, new), gain, rms_eps), *coefficients(new, hc, iters, eps, rms_eps)
 
 
-def _sum(terms: list[jax.Array]) -> jax.Array:
+def total(terms: list[jax.Array]) -> jax.Array:
+    """The sum, written out."""
     return functools.reduce(jnp.add, terms)
 
 
-def _sinkhorn(m: list[list[jax.Array]], iters: int, eps: float) -> list[list[jax.Array]]:
+def sinkhorn(m: list[list[jax.Array]], iters: int, eps: float) -> list[list[jax.Array]]:
+    """`dsv41.mhc.sinkhorn` of a matrix whose entries are arrays of their own."""
     n = len(m)
 
     def columns(m: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        totals = [_sum([m[j][k] for j in range(n)]) + eps for k in range(n)]
+        totals = [total([m[j][k] for j in range(n)]) + eps for k in range(n)]
         return [[m[j][k] / totals[k] for k in range(n)] for j in range(n)]
 
-    def step(m: list[list[jax.Array]], _: None) -> tuple[list[list[jax.Array]], None]:
-        return columns([[entry / (_sum(row) + eps) for entry in row] for row in m]), None
+    def step(_: Any, m: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        return columns([[entry / (total(row) + eps) for entry in row] for row in m])
 
     exps = [[jnp.exp(entry - functools.reduce(jnp.maximum, row)) for entry in row] for row in m]
-    start = columns([[entry / _sum(row) + eps for entry in row] for row in exps])
-    return lax.scan(step, start, None, length=iters - 1)[0]
+    start = columns([[entry / total(row) + eps for entry in row] for row in exps])
+    return lax.fori_loop(0, iters - 1, step, start)
 
 
 def high_and_low(fn: jax.Array) -> jax.Array:
@@ -77,10 +79,10 @@ def unrolled(
     n = streams.shape[1]
     f32 = jnp.float32
     yf, xf = y.astype(f32), streams.astype(f32)
-    mixed = [post[:, k, None] * yf + _sum([comb[:, j, k, None] * xf[:, j] for j in range(n)]) for k in range(n)]
+    mixed = [post[:, k, None] * yf + total([comb[:, j, k, None] * xf[:, j] for j in range(n)]) for k in range(n)]
     new = jnp.stack([row.astype(streams.dtype) for row in mixed], axis=1)
     newf = new.astype(f32)
-    x = rms_norm(_sum([pre[:, k, None] * newf[:, k] for k in range(n)]).astype(streams.dtype), gain, rms_eps)
+    x = rms_norm(total([pre[:, k, None] * newf[:, k] for k in range(n)]).astype(streams.dtype), gain, rms_eps)
     flat = new.reshape(new.shape[0], -1)
     if split:
         both = jnp.einsum("ti,oi->to", flat, high_and_low(hc.fn), preferred_element_type=f32)
@@ -89,6 +91,6 @@ def unrolled(
         projected = linear(flat, hc.fn, f32)
     scale = lax.rsqrt(jnp.mean(jnp.square(newf), axis=(1, 2)) + rms_eps)
     mixes = projected * scale[:, None] * hc.scale[np.repeat(np.arange(3), (n, n, n * n))][None] + hc.base[None]
-    out = _sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
+    out = sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
     own_comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
     return new, x, jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), own_comb

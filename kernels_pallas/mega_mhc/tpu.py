@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.mega_mhc.reference import unrolled
+from kernels_pallas.mega_mhc.gradient import differentiable
+from kernels_pallas.mega_mhc.reference import sinkhorn, total, unrolled
 
 TOKENS = 16  # one tile of bfloat16 rows; both buffers of every operand are 4 MB at 4 streams of 5120
 LANES = 128
@@ -42,24 +43,6 @@ def refusal(
     return f"a block takes {used >> 20} MB, allowed are {VMEM_BYTES >> 20}" if used > VMEM_BYTES else None
 
 
-def _sum(terms: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, terms)
-
-
-def _sinkhorn(m: list[list[jax.Array]], iters: int, eps: float) -> list[list[jax.Array]]:
-    n = len(m)
-
-    def columns(m: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        totals = [_sum([m[j][k] for j in range(n)]) + eps for k in range(n)]
-        return [[m[j][k] / totals[k] for k in range(n)] for j in range(n)]
-
-    def step(_: Any, m: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        return columns([[entry / (_sum(row) + eps) for entry in row] for row in m])
-
-    exps = [[jnp.exp(entry - functools.reduce(jnp.maximum, row)) for entry in row] for row in m]
-    return lax.fori_loop(0, iters - 1, step, columns([[entry / _sum(row) + eps for entry in row] for row in exps]))
-
-
 def _kernel(*refs: Any, n: int, d: int, iters: int, eps: float, rms_eps: float) -> None:
     y_ref, x_ref, post_ref, comb_ref, pre_ref, fn_ref, scale_ref, base_ref, gain_ref, *outs = refs
     new_ref, hat_ref, own_pre_ref, own_post_ref, own_comb_ref = outs
@@ -72,7 +55,7 @@ def _kernel(*refs: Any, n: int, d: int, iters: int, eps: float, rms_eps: float) 
     x = [x_ref[:, part(j)].astype(f32) for j in range(n)]
     hats, squares, products = [], [], []
     for k in range(n):
-        mixed = post_ref[:, k : k + 1] * y + _sum([comb_ref[:, j * n + k : j * n + k + 1] * x[j] for j in range(n)])
+        mixed = post_ref[:, k : k + 1] * y + total([comb_ref[:, j * n + k : j * n + k + 1] * x[j] for j in range(n)])
         new_ref[:, part(k)] = mixed.astype(new_ref.dtype)
         new = new_ref[:, part(k)].astype(f32)
         hats.append(pre_ref[:, k : k + 1] * new)
@@ -81,15 +64,15 @@ def _kernel(*refs: Any, n: int, d: int, iters: int, eps: float, rms_eps: float) 
         products.append(
             lax.dot_general(new, fn_ref[:, part(k)], contract, precision=lax.Precision.HIGHEST, preferred_element_type=f32)
         )
-    hat = _sum(hats).astype(hat_ref.dtype).astype(f32)
+    hat = total(hats).astype(hat_ref.dtype).astype(f32)
     rms = lax.rsqrt(jnp.mean(hat * hat, axis=1, keepdims=True) + rms_eps)
     hat_ref[...] = (hat * rms * gain_ref[...]).astype(hat_ref.dtype)
 
-    mixes = _sum(products) * lax.rsqrt(_sum(squares) / (n * d) + rms_eps) * scale_ref[...] + base_ref[...]
+    mixes = total(products) * lax.rsqrt(total(squares) / (n * d) + rms_eps) * scale_ref[...] + base_ref[...]
     own_pre_ref[...] = jax.nn.sigmoid(mixes[:, :n]) + eps
     own_post_ref[...] = 2 * jax.nn.sigmoid(mixes[:, n : 2 * n])
     entries = [[mixes[:, i : i + 1] for i in range(2 * n + j * n, 2 * n + (j + 1) * n)] for j in range(n)]
-    out = _sinkhorn(entries, iters, eps)
+    out = sinkhorn(entries, iters, eps)
     for j in range(n):
         for k in range(n):
             own_comb_ref[:, j * n + k : j * n + k + 1] = out[j][k]
@@ -175,13 +158,11 @@ def run(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. interpret: parameters of Pallas' interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
-    call = jax.custom_vjp(functools.partial(forward, **static, interpret=interpret))
 
     def keep(*args: Any) -> tuple[Any, Any]:
-        return call(*args), args
+        return forward(*args, **static, interpret=interpret), args
 
     def pull(args: Any, cotangents: Any) -> Any:
         return jax.vjp(functools.partial(unrolled, **static), *args)[1](cotangents)
 
-    call.defvjp(keep, pull)
-    return call(y, streams, post, comb, pre, hc, gain)
+    return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))

@@ -15,8 +15,9 @@ def sparse_attention(
     window_ids: Int[Array, "N w"],
     sink: Float[Array, " H"] | None,
     *,
+    mass: bool = False,
     impl: Impl = "auto",
-) -> tuple[Float[Array, "N H K"], Float32[Array, "N H"]]:
+) -> tuple[Array, ...]:
     """One softmax over a query's selected entries and window rows, with the sink in its denominator only.
 
     q: rotated queries; scores are scaled by ``K**-0.5``. entries ``[S, 9K/16]`` uint8 (`dsv41.quant.MAIN_KV` rows: E2M1,
@@ -24,10 +25,14 @@ def sparse_attention(
     either ``[*, K]`` in a float dtype. The ids are row numbers, -1 where there is none, in any order; a row that no id
     names may hold anything. sink: per head, or None for a part that is to be merged with others.
 
-    Returns the output before its inverse RoPE, in q's dtype, and the log-sum-exp of the scores (the sink left out, -inf
-    for a query with no keys): parts over disjoint keys merge by it.
+    Returns the output ``[N, H, K]`` before its inverse RoPE, in q's dtype, and the log-sum-exp ``[N, H]`` of the scores, float32
+    (the sink left out, -inf for a query with no keys): parts over disjoint keys merge by it. With ``mass`` also each selected
+    entry's probability summed over heads, float32 ``[N, k]``, 0 for -1; no gradient passes through it.
+
+    With rows of a float dtype it is differentiable in q, entries, window and sink; a row that several ids name gets the sum.
+    The gradient has the same bits at every run.
     """
-    return registry.call("sparse_attention", impl, q, entries, entry_ids, window, window_ids, sink)
+    return registry.call("sparse_attention", impl, q, entries, entry_ids, window, window_ids, sink, mass=mass)
 
 
 def merge(

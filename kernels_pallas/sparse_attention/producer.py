@@ -1,5 +1,6 @@
 """The unpack warpgroup's side of the tiles: as PTX on the device, as plain array code under the interpreter."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,17 @@ from kernels_pallas.sparse_attention.unpack import KEYS, Geometry, Lane
 
 HEADS = 64  # rows of a matrix instruction
 MASKED = -1e30
-SLOT_BYTES = 5120  # of the ring: two rows a thread of selected entries, or one of the window
+AHEAD = 2  # turns that a warp's copies run ahead
 ID_SLOTS = 4
 TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 @dataclass(frozen=True)
 class Refs:
-    """What the producer reads and writes. entry_tiles: tiles of selected entries; those of the window follow, up to tiles."""
+    """What the producer reads and writes. entry_tiles: tiles of selected entries; those of the window follow, up to tiles.
+    bf16: what the tiles hold, and not fp16."""
 
     geometry: Geometry
-    q: Any
     entries: Any
     entry_ids: Any
     window: Any
@@ -37,11 +38,7 @@ class Refs:
     ids: Any
     entry_tiles: int
     tiles: int
-
-
-def ring_depth(geometry: Geometry) -> int:
-    """Steps that copies run ahead; fewer than a tile has, so that a tile's ids are there when it begins."""
-    return min(3, geometry.rounds // max(1, geometry.rounds // 4) - 1, geometry.rounds - 1)
+    bf16: bool
 
 
 def publish(native: bool, together: bool = True) -> None:
@@ -65,17 +62,16 @@ class Interpreted:
 
     def _halves(self, rows: jax.Array) -> list[jax.Array]:
         extra = self.refs.geometry.padded - rows.shape[-1]
-        return jnp.split(jnp.pad(rows, ((0, 0), (0, extra))).astype(jnp.float16), 2, axis=-1)
+        return jnp.split(jnp.pad(rows, ((0, 0), (0, extra))).astype(self.refs.k_smem.dtype), 2, axis=-1)
 
-    def query(self, query: Any, block: Any) -> None:
-        rows = self.refs.q[query, pl.ds(block * HEADS, HEADS)]
-        for side, values in enumerate(self._halves(rows)):
-            self.refs.q_smem[side] = values
+    def write(self, out_ref: Any, at: tuple, rows: jax.Array) -> None:
+        query, part, head, channel = at
+        out_ref[query, part, pl.ds(head, rows.shape[0]), pl.ds(channel, rows.shape[1])] = rows
 
-    def start(self, here: tuple, following: tuple) -> Any:
-        return 0
+    def start(self, here: tuple, following: tuple) -> None:
+        pass
 
-    def tile(self, step: Any, here: tuple, following: tuple, later: tuple, slot: Any, state: Any, ready: Any) -> Any:
+    def tile(self, step: Any, here: tuple, following: tuple, later: tuple, slot: Any, ready: Any) -> None:
         ready()
         refs, (query, number) = self.refs, here
         kinds = ((refs.entries, refs.entry_ids, MAIN_KV, 0), (refs.window, refs.window_ids, WINDOW_KV, refs.entry_tiles))
@@ -97,23 +93,17 @@ class Interpreted:
                     refs.k_smem[slot, side] = values
                 refs.bias_smem[slot] = jnp.where(ids >= 0, 0.0, MASKED)
 
-        return state
-
 
 class Native:
-    """Copies run `depth` steps ahead of the unpacking, across tiles and queries, in a ring of shared memory.
+    """Each warp has 16 rows of a tile, which it copies and unpacks in turns: 8 selected entries at a time, or 4 window rows.
 
-    A step is two rows a thread of selected entries, or one of the window. The ids that name a tile's rows arrive two tiles
-    ahead, so that no instruction waits for device memory. Only the copies' own groups are waited for: loads to registers
-    share a few counters, and waiting for one of them means waiting for the last.
+    Copies run two turns ahead of the unpacking, across tiles and queries, in two slots of the warp's own, so that no warp
+    waits for another. The ids that name a tile's rows arrive two tiles ahead. Only the copies' own groups are waited for:
+    loads to registers share a few counters, and waiting for one of them means waiting for the last.
     """
 
     def __init__(self, refs: Refs):
         self.refs = refs
-        geometry = refs.geometry
-        self.per_step = max(1, geometry.rounds // 4)
-        self.entry_steps, self.window_steps = geometry.rounds // self.per_step, geometry.rounds
-        self.depth = ring_depth(geometry)
         self.scalar = plgpu.Layout.WG_SPLAT(())
 
     def _inline(self, *args: Any, types: tuple) -> Any:
@@ -121,26 +111,6 @@ class Native:
             return plgpu.inline_mgpu(arg_types=types)(function)(*args)
 
         return decorate
-
-    def query(self, query: Any, block: Any) -> None:
-        """Writes a query's block of heads."""
-        geometry, q = self.refs.geometry, self.refs.q
-        heads, size = q.shape[1], jnp.dtype(q.dtype).itemsize
-        types = (plgpu.RefType(), plgpu.RefType(TILED), self.scalar, self.scalar)
-
-        @self._inline(q, self.refs.q_smem, query, block, types=types)
-        def _(ctx: Any, q_ref: Any, q_smem: Any, query: Any, block: Any) -> None:
-            lane = Lane(geometry)
-            pieces = lane.pieces(unpack.shared_address(q_smem))
-            first = unpack.madd(unpack.scalar(block), HEADS, unpack.times(unpack.scalar(query), heads))
-            source = unpack.step(unpack.global_address(q_ref), lane.chunk, 32 * size)
-            at_once = min(geometry.rounds, 8 // size)  # as many rows as there are registers for
-            for start in range(0, geometry.rounds, at_once):
-                rows = range(start, start + at_once)
-                places = [unpack.step(source, unpack.add(first, lane.place(i)), geometry.width * size) for i in rows]
-                loaded = [unpack.load_words(place, lane.live, 8 * size) for place in places]
-                for index, words in zip(rows, loaded, strict=True):
-                    unpack.store_query(words, pieces, index * lane.stride, wide=size == 4)
 
     def _types(self) -> tuple:
         """Of `_refs`: the pools, their ids, the ring, the ids' slots."""
@@ -150,82 +120,121 @@ class Native:
         refs = self.refs
         return refs.entries, refs.entry_ids, refs.window, refs.window_ids, refs.ring, refs.ids
 
-    def start(self, here: tuple, following: tuple) -> Any:
-        """Asks for the first steps of tile ``here``; gives the state that `tile` takes for it."""
-        types = (*self._types(), *[self.scalar] * 4)
+    def write(self, out_ref: Any, at: tuple, rows: jax.Array) -> None:
+        """16-bit rows of a matrix product's layout to ``[64, n]`` of the output from ``at`` (query, part, head, channel) on."""
 
-        @self._inline(*self._refs(), *here, *following, types=types)
+        @self._inline(out_ref, rows, *at, types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[self.scalar] * 4))
+        def _(ctx: Any, out: Any, rows: Any, *at: Any) -> None:
+            query, part, head, channel = (unpack.scalar(a) for a in at)
+            _, parts, heads, channels = out_ref.shape
+            thread = unpack.own_thread()
+            first = unpack.madd(unpack.madd(query, parts, part), heads, head)
+            first = unpack.add(first, unpack.madd(unpack.right(thread, 5), 16, unpack.right(unpack.low(thread, 31), 2)))
+            lane = unpack.low(thread, 3)
+            address = unpack.step(unpack.global_address(out), first, 2 * channels)
+            address = unpack.step(unpack.step(address, channel, 2), lane, 16)
+            words = [unpack.bits(pair) for pair in rows.registers.flatten()]  # of 8 columns, then of rows r and r + 8
+            for start in range(0, len(words), 8):
+                for half in range(2):
+                    offset = 16 * channels * half + 8 * start
+                    unpack.store_piece(words[start + half : start + 8 : 2], lane, address, offset)
+
+    def start(self, here: tuple, following: tuple) -> None:
+        """Asks for the ids of tiles ``here`` and ``following``, and for the rows of the first two turns."""
+
+        @self._inline(*self._refs(), *here, *following, types=(*self._types(), *[self.scalar] * 4))
         def _(ctx: Any, *args: Any) -> None:
-            task = Task(self, args[:6])
+            task = Task(self.refs, args[:6])
             for step, (query, number) in enumerate((args[6:8], args[8:10])):
                 task.stage_ids(unpack.scalar(query), unpack.scalar(number), unpack.constant(step))
             unpack.commit()
             unpack.wait(0)
-
-        publish(native=True)
-
-        @self._inline(*self._refs(), here[1], types=(*self._types(), self.scalar))
-        def _(ctx: Any, *args: Any) -> None:
-            task = Task(self, args[:6])
-            ids = task.ids(unpack.constant(0))
-            for step in range(self.depth):
-                task.stage(unpack.scalar(args[6]), ids, step, task.place(unpack.constant(0), step))
+            unpack.meet()
+            for turn in range(AHEAD):
+                task.stage(unpack.scalar(args[7]), unpack.constant(0), turn)
                 unpack.commit()
 
-        return jnp.int32(0)
-
-    def tile(self, step: Any, here: tuple, following: tuple, later: tuple, slot: Any, state: Any, ready: Any) -> Any:
+    def tile(self, step: Any, here: tuple, following: tuple, later: tuple, slot: Any, ready: Any) -> None:
         """Writes tile ``here`` (query, number), the CTA's ``step``-th, into ``slot`` once it is ``ready``."""
         ready()
         refs = self.refs
-        types = (*self._types(), plgpu.RefType(TILED), plgpu.RefType(), *[self.scalar] * 6)
-        args = (*self._refs(), refs.k_smem.at[slot], refs.bias_smem.at[slot], step, here[1], following[1], *later, state)
+        types = (*self._types(), plgpu.RefType(TILED), plgpu.RefType(), *[self.scalar] * 5)
+        args = (*self._refs(), refs.k_smem.at[slot], refs.bias_smem.at[slot], step, here[1], following[1], *later)
 
         @self._inline(*args, types=types)
         def _(ctx: Any, *args: Any) -> None:
-            task = Task(self, args[:6])
-            step, here, following, later_query, later, state = (unpack.scalar(a) for a in args[8:])
+            task = Task(refs, args[:6])
+            tile, bias = (unpack.shared_address(a) for a in args[6:8])
+            step, here, following, later_query, later = (unpack.scalar(a) for a in args[8:])
             task.stage_ids(later_query, later, unpack.add(step, unpack.constant(2)))
-            ids, next_ids = task.ids(step), task.ids(unpack.add(step, unpack.constant(1)))
-            pieces = task.lane.pieces(unpack.shared_address(args[6]))
-            bias = unpack.shared_address(args[7])
-            for selected, steps in ((True, self.entry_steps), (False, self.window_steps)):
-                with unpack.when(unpack.below(here, refs.entry_tiles), selected):
-                    for number in range(steps):
-                        place = task.place(state, number)
-                        unpack.wait(self.depth - 1)
-                        held = task.take(place, selected)
-                        ahead = number + self.depth
-                        if ahead < steps:
-                            task.stage_kind(selected, ids, ahead, place)
-                        else:
-                            task.stage(following, next_ids, ahead - steps, place)
-                        unpack.commit()
-                        task.unpack(held, ids, number, pieces, bias, selected)
+            for kind in task.kinds:
+                with unpack.when(unpack.below(here, refs.entry_tiles), kind.selected):
+                    task.tile(kind, step, following, tile, bias)
 
-        moved = jnp.where(here[1] < refs.entry_tiles, self.entry_steps, self.window_steps)
-        return lax.rem(state + moved, jnp.int32(self.depth))
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rows. rows: that a warp takes at once; pitch: bytes from one copy to the next, an odd number of 16."""
+
+    selected: bool
+    rows: int
+    fmt: Any
+    width: int
+
+    @property
+    def turns(self) -> int:
+        return KEYS // 4 // self.rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.fmt.row_bytes(self.width)
+
+    @property
+    def pitch(self) -> int:
+        return -(-self.row_bytes // 16) // 2 * 32 + 16
+
+    @property
+    def codes(self) -> int:
+        """Bytes of a row before its scales."""
+        return self.row_bytes - self.width // self.fmt.group
+
+
+def kinds(width: int) -> tuple[Kind, Kind]:
+    """Selected entries and window rows."""
+    return Kind(True, 8, MAIN_KV, width), Kind(False, 4, WINDOW_KV, width)
+
+
+def ring_bytes(width: int) -> int:
+    """Shared memory that the four warps' slots take."""
+    return 4 * AHEAD * max(kind.rows * kind.pitch for kind in kinds(width))
 
 
 class Task:
-    """What a thread does for one tile, as instructions. Slots of the ring: planes of 16 bytes a thread, then of 4."""
+    """What a warp does for its rows of a tile, as instructions."""
 
-    def __init__(self, native: Native, refs: Any):
-        self.native, self.sizes, self.geometry = native, native.refs, native.refs.geometry
+    def __init__(self, sizes: Refs, refs: Any):
+        self.sizes, self.geometry = sizes, sizes.geometry
         entries, self.entry_ids, window, self.window_ids, ring, ids = refs
-        self.lane = Lane(self.geometry)
-        self.entries, self.window = unpack.global_address(entries), unpack.global_address(window)
-        self.ring_at, self.ids_at = unpack.shared_address(ring), unpack.shared_address(ids)
+        self.kinds = kinds(self.geometry.width)
+        self.lanes = {kind.selected: Lane(self.geometry, kind.rows) for kind in self.kinds}
+        self.pools = {True: unpack.global_address(entries), False: unpack.global_address(window)}
+        lane = self.lanes[True]
+        self.number, self.warp = lane.number, lane.warp
+        self.bf16 = sizes.bf16
+        self.slots_at = unpack.madd(lane.warp, ring_bytes(self.geometry.width) // 4, unpack.shared_address(ring))
+        self.ids_at = unpack.madd(lane.warp, KEYS, unpack.shared_address(ids))
 
-    def place(self, state: Any, step: int) -> Any:
-        """The ring's slot of a tile's ``step``-th step."""
-        depth = self.native.depth
-        number = unpack.remainder(unpack.add(state, unpack.constant(step % depth)), depth)
-        return unpack.madd(number, SLOT_BYTES, self.ring_at)
+    def _slot(self, turn: int) -> Any:
+        size = ring_bytes(self.geometry.width) // 4 // AHEAD
+        return unpack.add(self.slots_at, unpack.constant(turn % AHEAD * size))
+
+    def _ids(self, step: Any) -> Any:
+        """Where the warp's ids of the CTA's ``step``-th tile are."""
+        return unpack.madd(unpack.low(step, ID_SLOTS - 1), 4 * KEYS, self.ids_at)
 
     def stage_ids(self, query: Any, number: Any, step: Any) -> None:
-        """Asks for a tile's ids, those of rows r, r + 8, ... side by side; -1 past the last tile."""
-        sizes, lane = self.sizes, self.lane
+        """Asks for the warp's ids of a tile; -1 past the last tile."""
+        sizes = self.sizes
         lists = []
         for ref, count, first in (
             (self.entry_ids, sizes.entry_ids.shape[1], 0),
@@ -233,65 +242,92 @@ class Task:
         ):
             row = unpack.step(unpack.global_address(ref), query, 4 * count)
             lists.append(unpack.step(row, unpack.add(number, unpack.constant(-first)), 4 * KEYS))
-        source = unpack.step(unpack.choose(unpack.below(number, sizes.entry_tiles), *lists), lane.thread, 4)
-        place = unpack.madd(unpack.low(lane.thread, 7), 8, unpack.right(lane.thread, 3))
-        slot = unpack.madd(unpack.low(step, ID_SLOTS - 1), 4 * KEYS, self.ids_at)
-        own = unpack.below(lane.thread, KEYS)
-        unpack.stage_id(unpack.madd(place, 4, slot), source, own, unpack.below(number, sizes.tiles))
+        place = unpack.madd(self.warp, KEYS // 4, self.number)
+        source = unpack.step(unpack.choose(unpack.below(number, sizes.entry_tiles), *lists), place, 4)
+        shared = unpack.madd(self.number, 4, self._ids(step))
+        unpack.stage_id(shared, source, unpack.below(self.number, KEYS // 4), unpack.below(number, sizes.tiles))
 
-    def ids(self, step: Any) -> list[Any]:
-        """The ids of the thread's rows of the CTA's ``step``-th tile."""
-        slot = unpack.madd(unpack.low(step, ID_SLOTS - 1), 4 * KEYS, self.ids_at)
-        first = unpack.madd(self.lane.row, 32, unpack.madd(self.lane.group, 4, slot))
-        groups = self.geometry.groups
-        return [unpack.take(unpack.add(first, unpack.constant(4 * i * groups)), 1)[0] for i in range(self.geometry.rounds)]
+    def stage(self, number: Any, step: Any, turn: int) -> None:
+        """Asks for a turn's rows of tile ``number``, the CTA's ``step``-th, whichever kind it is."""
+        for kind in self.kinds:
+            with unpack.when(unpack.below(number, self.sizes.entry_tiles), kind.selected):
+                self.stage_kind(kind, step, turn)
 
-    def stage(self, number: Any, ids: list[Any], step: int, place: Any) -> None:
-        """Asks for a step of tile ``number``, whichever kind it is."""
-        for selected in (True, False):
-            with unpack.when(unpack.below(number, self.sizes.entry_tiles), selected):
-                self.stage_kind(selected, ids, step, place)
+    def stage_kind(self, kind: Kind, step: Any, turn: int) -> None:
+        """Asks for a turn's rows: as many neighbouring threads a row as there are rows in 32, piece after piece."""
+        size = math.gcd(16, kind.row_bytes)
+        pieces, together = kind.row_bytes // size, 32 // kind.rows
+        row, piece = unpack.right(self.number, together.bit_length() - 1), unpack.low(self.number, together - 1)
+        [named] = unpack.take(unpack.madd(row, 4, unpack.add(self._ids(step), unpack.constant(4 * kind.rows * turn))), 1)
+        alive = unpack.not_negative(named)
+        source = unpack.step(unpack.step(self.pools[kind.selected], named, kind.row_bytes), piece, size)
+        shared = unpack.madd(piece, size, unpack.madd(row, kind.pitch, self._slot(turn)))
+        for first in range(0, pieces, together):
+            inside = unpack.below(piece, pieces - first)
+            unpack.stage(shared, source, first * size, size, alive, None if first + together <= pieces else inside)
 
-    def stage_kind(self, selected: bool, ids: list[Any], step: int, place: Any) -> None:
-        """Asks for a step of a tile of selected entries, or of the window."""
-        width, lane = self.geometry.width, self.lane
-        fmt, base = (MAIN_KV, self.entries) if selected else (WINDOW_KV, self.window)
-        rows, planes = (self.native.per_step, 1) if selected else (1, 2)
-        row_bytes, size = fmt.row_bytes(width), 16 * planes
-        elements = row_bytes - width // fmt.group
-        # A thread's scales are two bytes, or one: the word that holds them is copied, shared with its neighbours.
-        word = min(4, width // fmt.group)
-        scales = unpack.low(unpack.times(lane.chunk, 32 // fmt.group), -4)
-        for i, number in enumerate(ids[step * rows : (step + 1) * rows]):
-            alive = unpack.both(unpack.not_negative(number), lane.live)
-            row = unpack.step(base, number, row_bytes)
-            for plane in range(planes):
-                shared = unpack.madd(lane.thread, 16, unpack.add(place, unpack.constant(2048 * (i + plane))))
-                source = unpack.shift(unpack.step(row, lane.chunk, size), 16 * plane)
-                unpack.stage(shared, source, 16, alive, row_bytes)
-            shared = unpack.madd(lane.thread, 4, unpack.add(place, unpack.constant(2048 * rows * planes + 512 * i)))
-            unpack.stage(shared, unpack.step(unpack.shift(row, elements), scales, 1), word, alive, row_bytes)
+    def take(self, kind: Kind, turn: int, index: int) -> tuple[list[Any], Any]:
+        """The thread's ``index``-th chunk of a turn: words of codes, and the word of its scales."""
+        lane = self.lanes[kind.selected]
+        row_at = unpack.madd(lane.row, kind.pitch, self._slot(turn))
+        chunk = lane.chunk(index)
+        at = unpack.madd(chunk, 16 if kind.selected else 32, row_at)
+        words = (
+            unpack.take(at, 4) if kind.selected else [*unpack.take(at, 4), *unpack.take(unpack.add(at, unpack.constant(16)), 4)]
+        )
+        scale_at = unpack.add(row_at, unpack.constant(kind.codes))
+        scale = (
+            unpack.take_half(unpack.madd(chunk, 2, scale_at)) if kind.selected else unpack.take_byte(unpack.add(chunk, scale_at))
+        )
+        if self.geometry.width < self.geometry.padded:
+            live = unpack.below(chunk, self.geometry.width // 32)
+            *words, scale = (unpack.choose(live, word, unpack.constant(0)) for word in (*words, scale))
+        return words, scale
 
-    def take(self, place: Any, selected: bool) -> list[tuple[list[Any], Any]]:
-        """A step's rows as words of codes and the word of their scales."""
-        rows, planes = (self.native.per_step, 1) if selected else (1, 2)
-        lane, out = self.lane, []
-        for i in range(rows):
-            words = []
-            for plane in range(planes):
-                words += unpack.take(unpack.madd(lane.thread, 16, unpack.add(place, unpack.constant(2048 * (i + plane)))), 4)
-            at = unpack.add(place, unpack.constant(2048 * rows * planes + 512 * i))
-            out.append((words, unpack.take(unpack.madd(lane.thread, 4, at), 1)[0]))
-        return out
+    def tile(self, kind: Kind, step: Any, following: Any, tile: Any, bias: Any) -> None:
+        """Unpacks a tile of one kind, and asks for what comes `AHEAD` turns later. Chunks are taken two before their turn."""
+        lane = self.lanes[kind.selected]
+        each = lane.per_thread
+        write = unpack.store_e2m1 if kind.selected else unpack.store_e4m3
+        places = [lane.pieces(tile, inside) for inside in range(0, 8, kind.rows)]
+        held: list[Any] = []
 
-    def unpack(self, held: list, ids: list[Any], step: int, pieces: list[Any], bias: Any, selected: bool) -> None:
-        """Writes a step's rows to the tile."""
-        lane = self.lane
-        word = min(4, self.geometry.width // WINDOW_KV.group)  # bytes that were copied; past them may be anything
-        for i, (words, scales) in enumerate(held):
-            index = step * len(held) + i
-            if selected:
-                unpack.store_e2m1(words, unpack.half(scales, unpack.low(lane.chunk, 1)), pieces, index * lane.stride)
+        def take(number: int) -> None:
+            turn, index = divmod(number, each)
+            if turn >= kind.turns:
+                return
+            if index == 0:
+                unpack.wait(AHEAD - 1)
+                unpack.meet()
+            held.append(self.take(kind, turn, index))
+            if index == each - 1:
+                unpack.meet()
+                if turn + AHEAD < kind.turns:
+                    self.stage_kind(kind, step, turn + AHEAD)
+                else:
+                    self.stage(following, unpack.add(step, unpack.constant(1)), turn + AHEAD - kind.turns)
+                unpack.commit()
+
+        def put(turn: int, index: int, words: list[Any], scale: Any) -> None:
+            four = places[kind.rows * turn % 8 // kind.rows]
+            odd = 4 * (lane.step * index % 2)
+            write(words, scale, four[odd : odd + 4], lane.offset(turn, index), self.bf16)
+
+        named, own, place = self.bias_ids(step)
+        take(0)
+        take(1)
+        for number in range(kind.turns * each):
+            take(number + 2)
+            turn, index = divmod(number, each)
+            if lane.covers:
+                put(turn, index, *held[number])
             else:
-                unpack.store_e4m3(words, unpack.byte(scales, unpack.low(lane.chunk, word - 1)), pieces, index * lane.stride)
-            lane.store_bias(bias, index, ids[index], MASKED)
+                with unpack.when(unpack.below(lane.first, self.geometry.chunks)):
+                    put(turn, index, *held[number])
+        unpack.store_bias(unpack.add(unpack.madd(self.warp, KEYS, bias), place), named, own, MASKED)
+
+    def bias_ids(self, step: Any) -> tuple[Any, Any, Any]:
+        """The id of one of the warp's rows, whether the thread has one, and its place in bytes."""
+        own = unpack.below(self.number, KEYS // 4)
+        place = unpack.choose(own, unpack.times(self.number, 4), unpack.constant(0))
+        return unpack.take(unpack.add(self._ids(step), place), 1)[0], own, place

@@ -13,6 +13,8 @@ from dsv41.quant import MAIN_KV, WINDOW_KV, Format, row_values
 
 def _rows(stored: jax.Array, ids: jax.Array, fmt: Format) -> jax.Array:
     """float32 values ``[N, n, K]`` of the rows that ``ids`` names, zeros for -1."""
+    # Float rows are wide before they are gathered, so that their gradients are summed as float32.
+    stored = stored if stored.dtype == jnp.uint8 else stored.astype(jnp.float32)
     # A row that nobody selected may hold NaN, and zero times NaN is not zero.
     rows = row_values(stored[jnp.maximum(ids, 0)], fmt, jnp.float32)
     return jnp.where((ids >= 0)[..., None], rows, 0.0)
@@ -25,9 +27,10 @@ def run(
     window: jax.Array,
     window_ids: jax.Array,
     sink: jax.Array | None,
+    mass: bool = False,
     dtype: Any = jnp.float32,
     barrier: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """See `kernels_pallas.sparse_attention.api.sparse_attention`. dtype: of both products' operands; barrier: keep XLA from
     gathering for each of them."""
     rows = jnp.concatenate([_rows(entries, entry_ids, MAIN_KV), _rows(window, window_ids, WINDOW_KV)], axis=1)
@@ -39,7 +42,10 @@ def run(
     off = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
     probs = sink_softmax(scores, mask, off if sink is None else sink)
     lse = jax.nn.logsumexp(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("nhs,nsk->nhk", probs.astype(dtype), rows, **products).astype(q.dtype), lse
+    out = jnp.einsum("nhs,nsk->nhk", probs.astype(dtype), rows, **products).astype(q.dtype)
+    if not mass:
+        return out, lse
+    return out, lse, lax.stop_gradient(jnp.sum(probs[..., : entry_ids.shape[1]], axis=1))
 
 
 def merge_parts(outputs: jax.Array, lse: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dsv41.quant import MAIN_KV, WINDOW_KV, Format
+from kernels_pallas.sparse_attention import refusals
 
 KEYS = 128
 GROUP = 8  # rows whose copies are begun, and waited for, together
@@ -31,25 +32,16 @@ MAX_HEADS = 256  # both buffers of float32 q and output, the sum and q again are
 _FLOOR = -1e30  # finite, so that a difference of two is never NaN
 
 
-def refusal(q: Any, entries: Any, entry_ids: Any, window: Any, window_ids: Any, sink: Any) -> str | None:
+def refusal(q: Any, entries: Any, entry_ids: Any, window: Any, window_ids: Any, sink: Any, mass: bool = False) -> str | None:
     """Why these shapes or dtypes cannot run here."""
-    queries, heads, width = q.shape
+    heads, width = q.shape[1:]
     if width % LANES or not 0 < width <= 4 * LANES:
         return f"a row has {width} channels, allowed are multiples of {LANES} up to {4 * LANES}"
-    for name, rows, fmt in (("entries", entries, MAIN_KV), ("window", window, WINDOW_KV)):
-        if rows.dtype != jnp.uint8:
-            return f"{name} are {rows.dtype}, allowed is the packed form"
-        if rows.shape[-1] != fmt.row_bytes(width):
-            return f"{name} have rows of {rows.shape[-1]} bytes, allowed are {fmt.row_bytes(width)}"
-    if q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"q is {q.dtype}, allowed are bfloat16 and float32"
     if heads > MAX_HEADS:
         return f"a query has {heads} heads, allowed are at most {MAX_HEADS}"
-    if queries == 0:
-        return "there are no queries"
-    if entry_ids.shape[-1] + window_ids.shape[-1] == 0:
-        return "a query has no keys"
-    return None
+    if mass:
+        return "probabilities are asked for, which only the reference gives here"
+    return refusals.refusal(q, entries, entry_ids, window, window_ids)
 
 
 @dataclass(frozen=True)
@@ -237,6 +229,7 @@ def run(
     window: jax.Array,
     window_ids: jax.Array,
     sink: jax.Array | None,
+    mass: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `kernels_pallas.sparse_attention.api.sparse_attention`. interpret: parameters of Pallas' interpreter."""

@@ -1,6 +1,7 @@
 """`dsv41 convert` there and back: equal bytes, nothing dropped unasked, the full release planned from headers alone."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def test_plan_names_source_and_shards(capsys, monkeypatch, release):
     assert f"vision.norm.weight  BF16[16]  32 bytes  {file} -> carried.vision.norm.weight  " in out
 
 
+@pytest.mark.parametrize(("count", "says"), [(1, "bytes on 1 device; left out"), (8, "bytes on 8 devices; left out")])
+def test_the_plan_counts_devices(capsys, monkeypatch, release, count, says):
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    run(release, "out", "--dry-run")
+    assert says in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("target", ["bf16", "fp32"])
 def test_plain_weights_there_and_back(tmp_path, imported, target):
     run(imported, tmp_path / "plain", "--quantize", target)
@@ -179,6 +187,11 @@ def test_bad_sources_and_targets(capsys, tmp_path, release, imported):
     shutil.copytree(release, tmp_path / "odd")
     (tmp_path / "odd" / "tokenizer.json").write_text("{}")
     assert "found no tokenizer" in error(capsys, tmp_path / "odd", tmp_path / "x")
+    for name, says in (("config.json", "config: found a device"), (folder.INDEX, "found a device or pipe")):
+        shutil.copytree(release, tmp_path / name)
+        (tmp_path / name / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name / name)
+        assert says in error(capsys, tmp_path / name, tmp_path / "x")
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob("x.*"))
 
 

@@ -86,6 +86,7 @@ def test_round_trip(saved):
     assert_same_bits(found, state)
     assert meta == checkpoints.meta(3) == {"position": 3}
     assert_same_bits(checkpoints.restore_params(3, abstract(state.params)), state.params)
+    checkpoints.check(3)
 
 
 @pytest.mark.pitfall("N11")
@@ -200,6 +201,7 @@ def test_damaged_arrays(saved, tmp_path, item, file, harm):
     message = error_of(checkpoints.restore, 3, abstract(state))
     assert message.startswith(f"checkpoint {str(folder.parent)!r} is damaged: ")
     assert str(path.relative_to(folder.parent)) in message
+    assert error_of(checkpoints.check, 3) == message
     if item == "rest":
         assert_same_bits(checkpoints.restore_params(3, abstract(state.params)), state.params)
     else:
@@ -211,7 +213,7 @@ def test_damaged_manifest(saved, tmp_path, harm):
     checkpoints, state = saved
     folder = tmp_path / "run" / "checkpoints" / "3"
     harm(folder / "checkpoint.json")
-    for call in (lambda: checkpoints.restore(3, abstract(state)), lambda: checkpoints.meta(3)):
+    for call in (lambda: checkpoints.restore(3, abstract(state)), lambda: checkpoints.meta(3), lambda: checkpoints.check(3)):
         message = error_of(call)
         assert message.startswith(f"checkpoint {str(folder)!r}: ") and "checkpoint.json" in message
 

@@ -1,6 +1,19 @@
-"""The demo's report: a table whose numbers say what they count."""
+"""The demo: its table's numbers say what they count, and its new process runs these packages whatever lies around."""
 
-from train.demo import SPEED_BATCHES, _speed_lines
+from pathlib import Path
+
+import pytest
+
+from dsv41.errors import UserError
+from train.demo import SPEED_BATCHES, _generate, _speed_lines
+
+
+def test_files_in_the_current_folder_do_not_stand_in_for_ours(tmp_path, monkeypatch):
+    for name in ("dsv41", "train", "infer", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"exit code 2: dsv41: error: --checkpoint: found no checkpoint in 'run'"):
+        _generate(Path("run"), ["x"])
 
 
 def test_speed_is_compared_sequence_by_sequence():

@@ -1,5 +1,6 @@
 """Runs: resume gives the same numbers, the folder's files, what stops a resume, steps that are not finite."""
 
+import itertools
 import json
 import math
 import shutil
@@ -161,6 +162,44 @@ def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, wh
     write_run(options.out, run)
     assert loop.finished(replace(options, steps=11)) is None
     assert loop.finished(replace(options, out=options.out / "none")) is None
+
+
+@pytest.mark.parametrize("harm", ["a byte", "an empty folder"])
+def test_a_finished_run_with_a_damaged_newest_checkpoint_ends_as_a_resume_of_it_does(options, whole, tmp_path, harm):
+    run = replace(options, out=tmp_path / "run", evaluate=False)
+    shutil.copytree(options.out, run.out)
+    if harm == "a byte":
+        file = max((run.out / "checkpoints" / "10").rglob("d/*"), key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        (run.out / "checkpoints" / "99").mkdir()
+    said = []
+    for end in (loop.finished, train):
+        with pytest.raises(UserError, match=r"^checkpoint ") as error:
+            end(run)
+        said.append(str(error.value))
+    assert said[0] == said[1] and ("10' is damaged" if harm == "a byte" else "99': cannot read checkpoint.json") in said[0]
+
+
+def test_resume_with_another_text_names_the_data(options, whole, tmp_path):
+    (tmp_path / "other.py").write_text("".join(f"class C{n}:\n    value = {n}\n" for n in range(400)))
+    for data in ((str(tmp_path / "other.py"),), (*options.data, str(tmp_path / "other.py"))):
+        with pytest.raises(UserError, match=r"^data: found another text than that of the run in "):
+            train(replace(options, data=data))
+
+
+@pytest.mark.parametrize(("few", "warned"), [(50, True), (3, False)])
+def test_a_run_by_seconds_says_where_few_steps_fit(options, monkeypatch, capsys, few, warned):
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(loop, "_FEW_STEPS", few)
+    run = replace(options, out=options.out.with_name(f"seconds-{few}"), steps=0, max_seconds=40.0, evaluate=False)
+    result = train(run)
+    total = read_run(run.out).total
+    assert 4 < total < 50 and result.steps <= total
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("only ")]
+    assert said == ([f"only {total} steps fit in 40 s here: the model will learn little"] if warned else [])
 
 
 @pytest.mark.parametrize("line", ["3", "[]", '{"step": 3}', '{"step": "3", "ce": 1.0, "loss": 1.0}', '{"st', "\xff"])

@@ -16,10 +16,11 @@ from rich.console import Console
 from dsv41 import cli
 from dsv41.config import preset
 from dsv41.errors import UserError
+from dsv41.files import make_writable
 from train import options, progress
 from train.curve import Score, plot_losses, running_mean
 from train.loop import fit_vocabulary
-from train.options import TrainOptions, check_options, make_writable
+from train.options import TrainOptions, check_options
 from train.run import NAME, Run, read_run, write_run
 from train.tokenizer import train_tokenizer
 
@@ -36,9 +37,21 @@ from train.tokenizer import train_tokenizer
         (("--checkpoint-every", "0"), "--checkpoint-every: found 0"),
         (("--max-seconds", "nan"), "--max-seconds: found nan"),
         (("--steps", "0", "--max-seconds", "inf"), "--max-seconds: found inf, allowed is a finite number above 0"),
-        (("--steps", str(10**30)), f"--steps: found {10**30}, allowed are at most"),
+        (("--steps", "-1"), "--steps: found -1 without --max-seconds, allowed is 1 or more; nearest is 1\n"),
+        (("--steps", "-1", "--max-seconds", "9"), "--steps: found -1, allowed is 0 to 2147483647; nearest is 0\n"),
+        (("--steps", str(10**30)), f"--steps: found {10**30}, allowed is 0 to 2147483647; nearest is 2147483647\n"),
+        (("--batch-size", str(10**400)), r"--batch-size: found 10+, allowed is 1 to 2147483647; nearest is"),
+        (("--batch-size", str(2**31 - 1), "--accumulate", "2"), "--accumulate: found 2, allowed .*; nearest is 1\n"),
+        (
+            ("--batch-size", "1000000"),
+            r"--batch-size: found 1000000, which does not fit: a step's batch, logits and index scores take 4,198\.4 GB or more"
+            r" beside the model's 0\.1 GB, allowed is what the [\d.]+ GB here hold; nearest that may fit is \d+\n",
+        ),
+        (("--batch-size", "1000000000", "--accumulate", "1000000000"), "--batch-size: found 1000000000, which does not fit"),
+        (("--length", "160000000"), r"--length: found 160000000, which does not fit: .*; nearest that may fit is \d+\n"),
         (("--lr", "inf"), "--lr: found inf"),
         (("--data",), "--data: found nothing"),
+        (("--data", "stdlib", ""), "--data: found '', allowed are 'stdlib', text files and folders"),
         (("--data", "stdlib", "/dev/null"), "--data: found a device"),
         (("--preset", "flash"), "--preset: found a model that does not fit: .* GB here hold; nearest is --preset toy"),
     ],
@@ -54,8 +67,37 @@ def test_bad_options_end_before_any_work_and_leave_no_folder(tmp_path, monkeypat
 def test_text_that_cannot_be_used_leaves_no_folder(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     assert cli.run(["train", "--out", str(tmp_path / "a" / "run"), "--data", str(tmp_path / "data")]) == 2
-    assert "--data: found no text" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("dsv41: error: --data: found no text") and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("cache", ["/proc/nope", "file", "file/cache"])
+def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path, monkeypatch, capsys, cache):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSV41_CACHE", cache)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    for argv in (("train", "--out", "run"), ("generate", "--checkpoint", "run", "--prompt", "x")):
+        assert cli.run(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert err.startswith(f"dsv41: error: cache: cannot write '{cache}/jax' (")
+        assert err.endswith("), allowed is a writable folder in $DSV41_CACHE\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_checkpoints_that_are_a_file_are_one_line(tmp_path, capsys):
+    file = tmp_path / "checkpoints"
+    file.write_text("x")
+    for argv, says in (
+        (("train", "--out", str(tmp_path)), f"checkpoints: cannot read {str(file)!r} (Not a directory)"),
+        (("generate", "--checkpoint", str(tmp_path), "--prompt", "x"), "--checkpoint: found no checkpoint in"),
+    ):
+        assert cli.run(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"dsv41: error: {says}") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_make_writable_leaves_what_was_there(tmp_path):
@@ -71,6 +113,24 @@ def test_a_model_that_just_fits_is_taken(monkeypatch):
     monkeypatch.setattr(options, "memory", lambda: 10**7)
     with pytest.raises(UserError, match=r"preset: .* take 0\.1 GB, allowed is what the 0\.0 GB"):
         check_options(TrainOptions())
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_nearest_batch_and_length_are_the_largest_that_fit(monkeypatch, parts):
+    config, asked = preset("toy"), TrainOptions(batch_size=10**6, accumulate=parts)
+    monkeypatch.setattr(options, "memory", lambda: 10**9)
+
+    def nearest(asked: TrainOptions) -> int:
+        with pytest.raises(UserError, match=r"nearest that may fit is \d+$") as error:
+            options._check_room(asked, config)
+        return int(str(error.value).split()[-1])
+
+    rows = nearest(asked)
+    options._check_room(replace(asked, batch_size=rows), config)
+    assert nearest(replace(asked, batch_size=rows + 1)) == rows
+    length = nearest(replace(asked, batch_size=1, length=16 * 10**6, accumulate=1))
+    options._check_room(replace(asked, batch_size=1, length=length, accumulate=1), config)
+    assert nearest(replace(asked, batch_size=1, length=length + 16, accumulate=1)) == length
 
 
 def test_a_config_that_the_text_is_too_short_for_is_one_line():
@@ -127,17 +187,20 @@ def test_the_curve_is_drawn_with_and_without_scores(tmp_path, scores):
 
 
 def _shown(monkeypatch, terminal: bool) -> str:
-    """What a run's report writes: two phases, two steps of an unknown number and two of a known one."""
+    """What a run's report writes: three phases, two steps of an unknown number and two of a known one."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=80, color_system=None)
     monkeypatch.setattr(progress, "Console", lambda stderr: console)
     with progress.Report() as report:
         for call in (
+            lambda: report.phase("reading the text", quiet=True),
             lambda: report.phase("compiling the training step"),
             lambda: report.step(1, 0, 7.5, 900.4),
             lambda: report.step(2, 300, 7.25, 9000),
             lambda: report.step(300, 300, 3.0, 9000),
+            lambda: report.say("only 300 steps fit in 9 s here: " + 80 * "x"),
             lambda: report.phase("scoring held-out text"),
+            lambda: report.part(12, 40),
         ):
             call()
             report._progress.refresh()
@@ -147,18 +210,21 @@ def _shown(monkeypatch, terminal: bool) -> str:
 def test_a_terminal_shows_the_phase_and_a_loss_once_there_is_one(monkeypatch):
     shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", _shown(monkeypatch, True))]
     assert not any("nan" in line or "0/0" in line for line in shown)
-    assert max(map(len, shown)) <= 80
+    assert max(len(line) for line in shown if "only" not in line) <= 80
+    assert any("reading the text" in line for line in shown)
     before, after = (next(n for n, line in enumerate(shown) if text in line) for text in ("compiling the", "loss 7.500"))
     assert before < after and not any("loss" in line for line in shown[:after])
     assert any("step 1  loss 7.500  900 tokens/s" in line for line in shown)
     assert any("step 2/300  loss 7.250  9,000 tokens/s" in line for line in shown)
     assert "loss" not in [line for line in shown if line.strip()][-1]
+    assert any("scoring held-out text  12/40" in line for line in shown)
 
 
-def test_elsewhere_every_phase_is_a_line(monkeypatch):
+def test_elsewhere_every_phase_is_a_line_but_the_quiet_ones(monkeypatch):
     assert _shown(monkeypatch, False).splitlines() == [
         "compiling the training step",
         "step 1  loss 7.500  900 tokens/s",
         "step 300/300  loss 3.000  9,000 tokens/s",
+        "only 300 steps fit in 9 s here: " + 80 * "x",
         "scoring held-out text",
     ]

@@ -1,0 +1,119 @@
+"""Greedy decode through the kernels and through the reference, on this machine's accelerator: are the ids the same?
+
+Prefill and decode run over the packed cache twice, once with every op on its reference. A step's logits differ in rounding, and
+where two tokens are nearer to each other than that, or a stored code or a selected entry changes over, so may the rest of the
+text: beside the ids of both runs, the kernels are fed the reference's ids (forced), and the logits of each step compared.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.cache import init_cache
+from dsv41.config import ModelConfig, preset
+from dsv41.errors import UserError
+from dsv41.model import extend
+from dsv41.numerics import Policy
+from dsv41.params import init_params
+from infer.model import load_model
+from kernels_pallas import registry
+from kernels_pallas.registry import Impl
+
+STEPS = 24
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Found:
+    """steps ``B x T``; same: ids equal in free runs; forced: with the reference's history; logits: their largest difference over
+    the largest logit; margin: least distance of the reference's best two logits, in the same measure, where the forced ids
+    differ, None where they do not."""
+
+    name: str
+    dtype: str
+    ids: int
+    same: int
+    forced: int
+    logits: float
+    margin: float | None
+
+
+class Decoder:
+    """Prefill in chunks and greedy steps with one choice of implementations."""
+
+    def __init__(self, params: Any, config: ModelConfig, policy: Policy, fold: Any, impl: Impl):
+        self.config, self.policy, self.params = config, policy, params
+
+        def step(params: Any, cache: Any, ids: jax.Array) -> tuple[jax.Array, Any]:
+            with registry.automatic(impl):
+                logits, cache = extend(params, config, policy, cache, ids, jnp.ones(ids.shape, bool), fold)
+            return logits, cache
+
+        self._step = jax.jit(step, donate_argnums=1)
+
+    def run(self, prompts: np.ndarray, forced: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Ids ``[B, STEPS]`` and logits ``[B, STEPS, V]`` after prompts ``[B, T]``; forced: ids to go on with instead."""
+        cache = init_cache(self.config, self.policy, len(prompts), prompts.shape[1] + STEPS)
+        ids, logits = jnp.asarray(prompts), jnp.zeros(())
+        for start in range(0, prompts.shape[1], _CHUNK):
+            logits, cache = self._step(self.params, cache, ids[:, start : start + _CHUNK])
+        found, seen = [], []
+        for number in range(STEPS):
+            seen.append(np.asarray(logits, np.float32))
+            found.append(np.argmax(seen[-1], axis=-1).astype(np.int32))
+            after = found[-1] if forced is None else forced[:, number]
+            logits, cache = self._step(self.params, cache, jnp.asarray(after)[:, None])
+        return np.stack(found, axis=1), np.stack(seen, axis=1)
+
+
+def compare(name: str, params: Any, config: ModelConfig, fold: Any, prompts: np.ndarray, dtype: Any) -> Found:
+    """Both runs of one model."""
+    policy = Policy(dtype, quantize_main_kv=True, quantize_index=True, quantize_window=True)
+    fold = jnp.asarray(fold, jnp.int32)
+    plain = Decoder(params, config, policy, fold, "reference")
+    kernels = Decoder(params, config, policy, fold, "auto")
+    want, logits = plain.run(prompts)
+    free, _ = kernels.run(prompts)
+    forced, got = kernels.run(prompts, want)
+    largest = np.abs(logits).max()
+    best = np.sort(logits, axis=-1)
+    gaps = (best[..., -1] - best[..., -2])[forced != want] / largest
+    margin = float(gaps.min()) if gaps.size else None
+    same, agree = int((free == want).sum()), int((forced == want).sum())
+    return Found(name, jnp.dtype(dtype).name, want.size, same, agree, float(np.abs(got - logits).max() / largest), margin)
+
+
+def main(run: Path | None, out: Path | None) -> None:
+    """``run``: the folder of a trained run, compared beside the slice; ``out``: JSON."""
+    if jax.default_backend() == "cpu":
+        raise UserError("backend: found cpu, allowed is gpu or tpu: here both runs are the reference")
+    random, found = np.random.default_rng(0), []
+    if run is not None:
+        model = load_model(run)
+        prompts = random.integers(3, model.config.vocab_size, (8, 96)).astype(np.int32)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            found.append(compare(f"trained, {run.name}", model.params, model.config, model.token_map, prompts, dtype))
+            print(found[-1], flush=True)
+    config = preset("slice")
+    params = init_params(config, jax.random.key(0))
+    prompts = random.integers(3, config.vocab_size, (2, 1280)).astype(np.int32)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found.append(compare("slice", params, config, np.arange(config.vocab_size), prompts, dtype))
+        print(found[-1], flush=True)
+    if out is not None:
+        device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+        temporary = out.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"device": device, "results": [vars(f) for f in found]}, indent=1) + "\n")
+        temporary.rename(out)
+
+
+if __name__ == "__main__":
+    words = [Path(word) for word in sys.argv[1:]]
+    main(words[1] if len(words) > 1 else None, words[0] if words else None)

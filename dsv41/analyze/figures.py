@@ -1,0 +1,270 @@
+"""The pictures of `dsv41 analyze`, in one style for light and for dark pages."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv41.analyze.contexts import spell
+from dsv41.analyze.costs import Model, cache_bytes, decode_flops, prefill_flops
+from dsv41.errors import UserError
+
+Theme = Literal["light", "dark"]
+_SUFFIXES = (".png", ".svg", ".pdf")
+_INK = {"light": ("#1f2328", "#ffffff", "#d0d7de"), "dark": ("#e6edf3", "#0d1117", "#30363d")}  # text, ground, grid
+# Told apart by readers who are colour-blind, and in grey; of two lightnesses for the two grounds.
+_COLORS = {
+    "light": ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#5a5a5a", "#56b4e9", "#882255"),
+    "dark": ("#56b4e9", "#ff9e4a", "#2fc49a", "#e08bd0", "#f0e442", "#b0b0b0", "#9ad0f5", "#ff8fa3"),
+}
+# Parts that a picture shows together.
+_GROUPS = {
+    "attention projections": "attention projections",
+    "routed experts": "experts",
+    "shared experts": "experts",
+    "dense MLPs": "experts",
+    "attention core": "attention core",
+    "index scores": "index scores",
+    "tail": "tail: last window in the decoder",
+}
+
+
+def check_plot(file: Path) -> None:
+    """Raises `UserError` for a picture that cannot be written."""
+    if file.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"plot: found {file.name!r}, allowed is a name that ends in {', '.join(_SUFFIXES)}")
+    check_file("plot", file)
+
+
+def check_file(option: str, file: Path) -> None:
+    """Raises `UserError` where ``file`` is a folder or stands in none."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(f"{option}: found {str(file)!r}, allowed is a file in a folder that exists")
+
+
+def draw(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme) -> Any:
+    """The figure of a report: lines or bars of several models side by side, or the parts of one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.rcsetup import cycler
+
+    text, ground, grid = _INK[theme]
+    style = {
+        "axes.edgecolor": grid,
+        "axes.facecolor": ground,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.labelcolor": text,
+        "axes.prop_cycle": cycler(color=_COLORS[theme]),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "figure.facecolor": ground,
+        "font.size": 10.0,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "lines.linewidth": 2.0,
+        "lines.markersize": 4.5,
+        "savefig.facecolor": ground,
+        "svg.hashsalt": "dsv41",  # the same picture, the same file
+        "text.color": text,
+        "xtick.color": text,
+        "ytick.color": text,
+    }
+    with pyplot.rc_context({**style}):
+        figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+        _DRAW[what, len(models) == 1](axes, models, contexts)
+    return figure
+
+
+def plot(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme, file: Path) -> None:
+    """Writes `draw`'s figure by a temporary name."""
+    from matplotlib import pyplot
+
+    figure = draw(what, models, contexts, theme)
+    kind = file.suffix.lower()[1:]
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        # Without a date, which would make each file another.
+        metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+        with pyplot.rc_context({"svg.hashsalt": "dsv41"}):
+            figure.savefig(partial, format=kind, dpi=130, metadata=metadata)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+        pyplot.close(figure)
+
+
+def _lines(axes: Any, models: Sequence[Model], contexts: Sequence[int], value: Any, label: str, unit: str) -> None:
+    """A line a model over contexts, its last value at its end."""
+    for model, marker in zip(models, "osD^vP*X" * len(models), strict=False):
+        values = [value(model, n) for n in contexts]
+        (line,) = axes.plot(contexts, values, marker=marker, label=model.title)
+        said = f"{model.title}\n{values[-1]:,.3g} {unit}" if values[-1] < 1000 else f"{model.title}\n{values[-1]:,.0f} {unit}"
+        axes.annotate(
+            said, (contexts[-1], values[-1]), (8, 0), textcoords="offset points", va="center", color=line.get_color(), fontsize=9
+        )
+    _context_axis(axes, contexts)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}" if y < 1000 else f"{y:,.0f}")
+    axes.set_ylabel(label)
+
+
+def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [spell(n) for n in contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context (tokens; k = 1024)")
+
+
+def _stack(axes: Any, contexts: Sequence[int], per_context: Sequence[dict[str, float]], label: str) -> None:
+    """A bar a context, its parts on one another in `_GROUPS`."""
+    groups: dict[str, list[float]] = {name: [0.0] * len(contexts) for name in dict.fromkeys(_GROUPS.values())} | {
+        "the rest": [0.0] * len(contexts)
+    }
+    for n, parts in enumerate(per_context):
+        for part, value in parts.items():
+            groups[_GROUPS.get(part, "the rest")][n] += value
+    bottom = [0.0] * len(contexts)
+    for name, values in groups.items():
+        if any(values):
+            axes.bar(range(len(contexts)), values, bottom=bottom, width=0.65, label=name)
+            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    axes.set_xticks(range(len(contexts)), [spell(n) for n in contexts])
+    axes.grid(False, axis="x")
+    axes.set_xlabel("context (tokens; k = 1024)")
+    axes.set_ylabel(label)
+
+
+def _legend_above(axes: Any, title: str) -> None:
+    axes.figure.suptitle(title, x=0.01, ha="left")
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9)
+
+
+def _bars(axes: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str], label: str) -> None:
+    """Horizontal bars on a log scale, each with its number."""
+    places = range(len(names))
+    colors = axes._get_lines.get_next_color if len(names) <= 4 else lambda: "C0"
+    bars = axes.barh(places, values, height=0.6, color=[colors() for _ in names])
+    axes.bar_label(bars, labels, padding=4, fontsize=9, color=axes.xaxis.label.get_color())
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(min(values) / 4, max(values) * 12)
+    axes.minorticks_off()
+    axes.grid(False)
+    axes.set_xlabel(label)
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:,.4g} {unit}"
+        size /= 1024
+    return ""
+
+
+def _kv(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    values = [m.bytes_per_token for m in models]
+    labels = [f"{v:,.6g}" + (f"  ({v / values[0]:.3g}x)" if n else "") for n, v in enumerate(values)]
+    _bars(axes, [m.title for m in models], values, labels, "cache bytes of each further token (log scale)")
+    axes.set_title("Cache bytes by model")
+
+
+def _kv_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    kinds: dict[str, float] = {}
+    for r in models[0].rows:
+        kinds[r.kind] = kinds.get(r.kind, 0) + r.bytes_per_token
+    labels = [f"{v:,.6g}" for v in kinds.values()]
+    _bars(axes, list(kinds), list(kinds.values()), labels, "cache bytes of each further token (log scale)")
+    axes.set_title(f"Cache bytes of {models[0].title}")
+
+
+def _flops(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    value = lambda m, n: sum(decode_flops(m, n).values()) / 1e9  # noqa: E731
+    _lines(axes, models, contexts, value, "GFLOPs of a decoded token (log scale)", "GFLOPs")
+    axes.set_title("Decode by context")
+
+
+def _flops_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    parts = [{part: v / 1e9 for part, v in decode_flops(models[0], n).items()} for n in contexts]
+    _stack(axes, contexts, parts, "GFLOPs of a decoded token")
+    _legend_above(axes, f"Decode of {models[0].title} by part")
+
+
+def _prefill(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    value = lambda m, n: sum(prefill_flops(m, n).values()) / n / 1e9  # noqa: E731
+    _lines(axes, models, contexts, value, "GFLOPs of each token of a prompt (log scale)", "GFLOPs")
+    axes.set_xlabel("prompt (tokens; k = 1024)")
+    axes.set_title("Prefill by length of the prompt")
+
+
+def _prefill_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    model = models[0]
+    parts = [{part: v / n / 1e9 for part, v in prefill_flops(model, n).items()} for n in contexts]
+    _stack(axes, contexts, parts, "GFLOPs of each token of a prompt")
+    if model.tail is not None:
+        every = [sum(prefill_flops(model, n, every_layer=True).values()) / n / 1e9 for n in contexts]
+        axes.plot(
+            range(len(contexts)),
+            every,
+            "o--",
+            color=axes.xaxis.label.get_color(),
+            linewidth=1.2,
+            label="every layer for every token",
+        )
+    axes.set_xlabel("prompt (tokens; k = 1024)")
+    _legend_above(axes, f"Prefill of {model.title} by part")
+
+
+def _params(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    kinds = {"all": "parameters", "active in decode": "active", "active in prefill": "active_in_prefill"}
+    for n, (label, name) in enumerate(kinds.items()):
+        values = [getattr(m, name) / 1e9 for m in models]
+        bars = axes.bar([i + (n - 1) * 0.27 for i in range(len(models))], values, width=0.25, label=label)
+        axes.bar_label(bars, [f"{v:,.3g}" for v in values], fontsize=8, padding=2, color=axes.xaxis.label.get_color())
+    axes.set_xticks(range(len(models)), [m.title for m in models])
+    axes.set_yscale("log")
+    axes.grid(False, axis="x")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}")
+    axes.set_xlabel("model")
+    axes.set_ylabel("parameters (billions, log scale)")
+    _legend_above(axes, "Parameters")
+
+
+def _params_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    weights = sorted(models[0].weights, key=lambda w: -w.size)
+    labels = [f"{w.size:,}" for w in weights]
+    _bars(axes, [w.part for w in weights], [w.size for w in weights], labels, "parameters (log scale)")
+    axes.set_title(f"Parameters of {models[0].title}")
+
+
+def _memory(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    value = lambda m, n: sum(cache_bytes(m, n).values()) / 2**30  # noqa: E731
+    _lines(axes, models, contexts, value, "cache of a request (GiB, log scale)", "GiB")
+    axes.set_title("Cache of a request by context")
+
+
+def _memory_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    kinds = {kind: size for kind, size in cache_bytes(models[0], contexts[-1]).items() if size}
+    labels = [_size(size) for size in kinds.values()]
+    _bars(axes, list(kinds), list(kinds.values()), labels, "bytes (log scale)")
+    total = sum(kinds.values())
+    axes.set_title(f"Cache of a request of {models[0].title} at {spell(contexts[-1])} tokens: {_size(total)}")
+
+
+_DRAW = {
+    ("kv", False): _kv,
+    ("kv", True): _kv_of_one,
+    ("flops", False): _flops,
+    ("flops", True): _flops_of_one,
+    ("prefill", False): _prefill,
+    ("prefill", True): _prefill_of_one,
+    ("params", False): _params,
+    ("params", True): _params_of_one,
+    ("memory", False): _memory,
+    ("memory", True): _memory_of_one,
+}
