@@ -24,6 +24,7 @@ from jax import lax
 
 from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError, nearest
+from dsv41.files import write_text
 from dsv41.numerics import Policy
 from dsv41.params import ParamSpec, count_parameters, map_specs, text_specs
 from train.corpus import STDLIB
@@ -32,7 +33,6 @@ from train.data import Batch, Prepared, TrainData, prepare, to_batch
 from train.loop import fit_vocabulary
 from train.optim import warmup_hold_cosine
 from train.packing import Packed
-from train.run import write_text
 from train.step import EvalStep, StepOptions, TrainState, init_state, make_eval_step, make_train_step
 from train.tokenizer import cache_root
 

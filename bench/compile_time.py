@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.config import ModelConfig, preset, replace
+from dsv41.files import write_text
 from dsv41.numerics import Policy
 from dsv41.params import count_parameters, text_specs
 from train.packing import targets_and_weights
@@ -63,9 +64,7 @@ def main() -> None:
     report = {**where, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     if len(sys.argv) > 1:
         file = Path(sys.argv[1])
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_text(file, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.errors import UserError, nearest
+from dsv41.files import check_outputs, write_text
 from kernels_pallas import registry
 
 REPEATS = 9
@@ -198,8 +199,7 @@ def run(ops: Sequence[str], out: Path | None) -> None:
     ops = _named(ops) or list(registry.OPS)
     if jax.default_backend() != "gpu":
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: times of interpreted kernels say nothing")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"out: found {str(out)!r}, allowed is a file in a folder that exists")
+    check_outputs({"out": out})
     clock = Clock()
     device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
     device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
@@ -208,10 +208,7 @@ def run(ops: Sequence[str], out: Path | None) -> None:
     for op in ops:
         results += bench_op(op, clock)
         if out is not None:
-            text = json.dumps({"device": device, "results": [asdict(t) for t in results]}, indent=1)
-            temporary = out.with_suffix(".tmp")
-            temporary.write_text(text + "\n")
-            temporary.rename(out)
+            write_text(out, json.dumps({"device": device, "results": [asdict(t) for t in results]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from dsv41.config import ModelConfig, preset, replace, save_config
+from dsv41.files import write_text
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.names import released_tensors
@@ -164,9 +165,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         out = Path(sys.argv[1])
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out)
+        write_text(out, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class Analyze:
     """Also write the rows to this CSV file."""
     plot: Path | None = None
     """Also draw them to this .png, .svg or .pdf file."""
-    theme: Literal["light", "dark"] = "light"
-    """Which pages the picture is for."""
+    theme: Literal["light", "dark"] | None = None
+    """Which pages the picture is for; light without it."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from dsv41.errors import UserError, nearest
-from dsv41.files import read_json
+from dsv41.files import read_json, write_text
 from dsv41.hashing import MAX_PRIME, TableHash, table_hashes, table_primes
 
 
@@ -273,10 +273,14 @@ def to_released(config: ModelConfig) -> dict[str, Any]:
     return json.loads(json.dumps({**top, "text_config": text}))
 
 
+def config_file(path: Path) -> Path:
+    """The file at ``path``, or config.json in the folder there."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def load_config(path: str | Path) -> ModelConfig:
     """Reads a config.json (a file, or a folder that holds one)."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = config_file(Path(path))
     try:
         data = read_json(file)
     except UserError as error:
@@ -289,9 +293,7 @@ def load_config(path: str | Path) -> ModelConfig:
 
 def save_config(config: ModelConfig, file: Path) -> None:
     """Writes the released layout, by a temporary name."""
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(to_released(config), indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_text(file, json.dumps(to_released(config), indent=1) + "\n")
 
 
 def _toy() -> ModelConfig:

@@ -1,9 +1,11 @@
 """Files and folders that users name, refused in one line before anything can hang, fill the memory or be half-written."""
 
 import json
+import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,7 @@ def read_small(file: Path, most: int = SMALL) -> bytes:
         # Before opening: to open a pipe is to wait for its writer.
         info = file.stat()
         if not stat.S_ISREG(info.st_mode):
-            found = "a folder" if stat.S_ISDIR(info.st_mode) else "a device or pipe"
-            raise UserError(f"found {found} at {str(file)!r}, allowed is a regular file")
+            raise UserError(f"found {_kind(info)} at {str(file)!r}, allowed is a regular file")
         if info.st_size > most:
             raise UserError(f"found {info.st_size:,} bytes in {str(file)!r}, allowed are at most {most:,}")
         with file.open("rb") as stream:
@@ -53,3 +54,58 @@ def make_writable(folder: Path, name: str = "out", allowed: str = "a folder that
         for path in made:
             with suppress(OSError):
                 path.rmdir()
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Path] = ()) -> None:
+    """Proves that `replacing` can write each file, of the option's name, and leaves nothing behind.
+
+    Raises `UserError` for a file in no folder or in one that cannot be written, a folder, device or pipe, one of ``inputs``,
+    and one file under two options.
+    """
+    taken = {os.path.realpath(file): "an input" for file in inputs}
+    for name, file in outputs.items():
+        if file is None:
+            continue
+        target = Path(os.path.realpath(file))
+        if str(target) in taken:
+            raise UserError(f"{name}: found {str(file)!r}, which is {taken[str(target)]}, allowed is a file of its own")
+        taken[str(target)] = f"the file of {name} too"
+        allowed = "allowed is a file in a folder that exists and can be written"
+        try:
+            info = target.stat() if target.exists() else None
+            if info is not None and not stat.S_ISREG(info.st_mode):
+                raise UserError(f"{name}: found {_kind(info)} at {str(file)!r}, {allowed}")
+            with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".writable-"):
+                pass
+        except OSError as error:
+            raise UserError(f"{name}: cannot write {str(file)!r} ({cause(error)}), {allowed}") from None
+
+
+def _kind(info: os.stat_result) -> str:
+    return "a folder" if stat.S_ISDIR(info.st_mode) else "a device or pipe"
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A temporary path beside ``file`` to write to, which takes its place at the end, or is removed on an error.
+
+    Where ``file`` is a link, what it points to is replaced.
+    """
+    target = Path(os.path.realpath(file))
+    number, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".partial")
+    partial = Path(name)
+    try:
+        os.close(number)
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o666 & ~umask)  # mkstemp's files are their owner's alone
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    with replacing(file) as partial:
+        partial.write_text(text, encoding="utf-8")

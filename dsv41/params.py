@@ -75,11 +75,15 @@ class ParamSpec:
 
     def released(self, block: tuple[int, int] = (32, 32)) -> Iterator[ReleasedTensor]:
         """The released tensors that hold this weight, scales included (§8.4-8.6, §14)."""
-        shape = self.shape[1:] if self.stacked else self.shape
         for index in range(self.shape[0] if self.stacked else 1):
-            yield from self._released(self.key.format(expert=index), shape, block)
+            yield from self._released(self.key.format(expert=index), block)
 
-    def _released(self, name: str, shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[ReleasedTensor]:
+    def released_bytes(self, block: tuple[int, int] = (32, 32)) -> int:
+        """Bytes of all of them."""
+        return (self.shape[0] if self.stacked else 1) * sum(tensor.bytes for tensor in self._released(self.key, block))
+
+    def _released(self, name: str, block: tuple[int, int]) -> Iterator[ReleasedTensor]:
+        shape = self.shape[1:] if self.stacked else self.shape
         scale = name.removesuffix("weight") + "scale"
         if self.stored == "fp8":
             yield ReleasedTensor(name, "F8_E4M3", shape)

@@ -27,19 +27,41 @@ _PLAN = {
 def print_table(columns: Sequence[str], rows: Iterable[Row], title: str | None = None, right: Sequence[str] = ()) -> None:
     """Prints rows under bold headers; cells that the terminal has no room for go on in further lines, none is cut.
 
-    right: the columns whose cells stand at their right edge.
+    right: the columns whose cells stand at their right edge, numbers that no line breaks into; where they have no room side
+    by side, every cell has a line of its own.
     """
-    console, rows = Console(markup=False, highlight=False), list(rows)
+    console, rows = _Console(markup=False, highlight=False), list(rows)
+    if title:
+        console.print(f"\n{title}", style="bold")
+    if _narrowest(columns, rows, right) > console.width:
+        for cells, style in rows:
+            console.print(cells[0], style=style or "bold")
+            for column, cell in zip(columns[1:], cells[1:], strict=True):
+                console.print(f"  {' '.join(column.split())}: {cell}", soft_wrap=True)
+        return
     view = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for n, column in enumerate(columns):
         # The first column names the row: others wrap before it does.
         whole = n == 0 and max((len(cells[0]) for cells, _ in rows), default=0) <= console.width * 2 // 3
-        view.add_column(column, overflow="fold", justify="right" if column in right else "left", no_wrap=whole)
+        view.add_column(column, overflow="fold", justify="right" if column in right else "left", no_wrap=whole or column in right)
     for cells, style in rows:
         view.add_row(*cells, style=style)
-    if title:
-        console.print(f"\n{title}", style="bold")
     console.print(view)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the command line ends it with 0; rich would with 1
+
+
+def _narrowest(columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> int:
+    """The least width of a table: its numbers whole, other columns at most 8 wide."""
+    width = 0
+    for n, column in enumerate(columns):
+        lines = [line for text in (column, *(cells[n] for cells, _ in rows)) for line in text.split("\n")]
+        longest = max(map(len, lines))
+        width += 1 + (longest if column in right else min(longest, 8))
+    return width - 1
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,6 @@ recorded value.
 import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError, cause, nearest
-from dsv41.files import read_json
+from dsv41.files import check_outputs, read_json, write_text
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_params
 from dsv41.hf.safetensors import open_safetensors
@@ -379,27 +378,12 @@ def _print(rows: Iterable[Row], every: bool) -> list[Row]:
     return done
 
 
-def _prove_writable(file: Path) -> None:
-    """Refuses a file that could not be written at the end, and leaves nothing behind."""
-    why = "is a folder" if file.is_dir() else None
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writable-"):
-            pass
-    except OSError as error:
-        why = cause(error)
-    if why:
-        raise UserError(f"json: cannot write {str(file)!r} ({why}), allowed is a file in a folder that can be written")
-
-
 def _write_json(file: Path, rows: list[Row], counts: dict[str, int]) -> None:
     # JSON has no NaN.
     plain = [{**asdict(r), "error": r.error if r.error is None or np.isfinite(r.error) else str(r.error)} for r in rows]
-    partial_file = file.with_name(file.name + ".partial")
     try:
-        partial_file.write_text(json.dumps({"rows": plain, **counts}, indent=1) + "\n", encoding="utf-8")
-        partial_file.replace(file)
+        write_text(file, json.dumps({"rows": plain, **counts}, indent=1) + "\n")
     except OSError as error:
-        partial_file.unlink(missing_ok=True)
         raise UserError(f"json: cannot write {str(file)!r} ({cause(error)})") from None
 
 
@@ -408,8 +392,7 @@ def run(paths: list[Path], json_file: Path | None, skip: list[str], every: bool 
 
     `UserError` for input that cannot be read, and where nothing was compared.
     """
-    if json_file is not None:
-        _prove_writable(Path(json_file))
+    check_outputs({"json": json_file})
     rows = _print(check(paths, skip), every)
     counts = _counts(rows)
     if not counts["passed"] + counts["failed"]:

@@ -2,6 +2,12 @@
 
 import csv
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 
@@ -10,6 +16,7 @@ from dsv41.analyze import counted, figures
 from dsv41.analyze.command import subject
 from dsv41.analyze.contexts import USUAL, parse_contexts, spell, usual_contexts
 from dsv41.analyze.costs import decode_flops
+from dsv41.config import preset, replace, save_config
 
 NAMES = ("flash", "v4-flash", "v3.2", "v1")
 MODELS = [subject(name).model for name in NAMES]
@@ -56,13 +63,69 @@ def test_bad_input_is_one_line_and_writes_nothing(capsys, tmp_path):
         (("kv", "--plot", str(tmp_path / "x.gif")), "--plot: found 'x.gif', allowed is a name that ends in .png, .svg, .pdf"),
         (("kv", "--plot", str(tmp_path / "none" / "x.png")), "allowed is a file in a folder that exists"),
         (("kv", "--csv", str(tmp_path)), "--csv: found"),
+        (("flops", "--contexts", "4k.."), f"--contexts: found '4k..', {lengths}"),
+        (("flops", "--contexts", "4\N{KELVIN SIGN}"), f"--contexts: found '4\N{KELVIN SIGN}', {lengths}"),
+        (("kv", "--theme", "dark"), "--theme: found without --plot"),
         (("kvs",), "kvs"),
     ):
-        outputs = () if {"--plot", "--csv"} & set(argv) else ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
+        own = {"--plot", "--csv", "--theme"} & set(argv)
+        outputs = () if own else ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
         assert cli.run(["analyze", *argv, *outputs]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("dsv41: error: ") and err.count("\n") == 1 and message in err
         assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_that_are_not_to_be_replaced(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    save_config(preset("toy"), config)
+    os.mkfifo(tmp_path / "pipe.svg")
+    (tmp_path / "to_config.csv").symlink_to(config)
+    kept, before = config.read_bytes(), sorted(tmp_path.iterdir())
+    for csv_file, plot, message in (
+        ("pipe.svg", None, "--csv: found a device or pipe"),
+        (None, "pipe.svg", "--plot: found a device or pipe"),
+        ("config.json", None, "--csv: found '"),
+        ("to_config.csv", None, "which is an input"),
+        ("a.svg", "a.svg", "which is the file of csv too"),
+        ("x" * 300, None, "File name too long"),
+        ("/dev/null", None, "--csv: found a device or pipe at '/dev/null'"),
+        ("/proc/x.csv", None, "--csv: cannot write '/proc/x.csv'"),
+    ):
+        files = [word for name, file in (("--csv", csv_file), ("--plot", plot)) if file for word in (name, str(tmp_path / file))]
+        assert cli.run(["analyze", "kv", "--config", str(tmp_path), *files]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and message in err
+    assert sorted(tmp_path.iterdir()) == before and config.read_bytes() == kept
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "rows.csv")
+    assert cli.run(["analyze", "kv", "--preset", "toy", "--csv", str(tmp_path / "link.csv")]) == 0
+    assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "rows.csv").stat().st_size > 100
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+@pytest.mark.parametrize("what", ["kv", "flops", "params", "memory"])
+def test_numbers_stay_whole_at_any_width(capsys, monkeypatch, width, what):
+    monkeypatch.setenv("COLUMNS", "300")
+    cli.run(["analyze", what])
+    numbers = re.findall(r"[\d,.]+[BKMx]?", capsys.readouterr().out)
+    monkeypatch.setenv("COLUMNS", str(width))
+    cli.run(["analyze", what])
+    found = Counter(re.findall(r"[\d,.]+[BKMx]?", capsys.readouterr().out))
+    assert not Counter(numbers) - found and len(numbers) > 10
+
+
+def test_a_width_beyond_reason_is_counted_at_once(tmp_path):
+    save_config(replace(preset("toy"), n_routed_experts=10**12), tmp_path / "config.json")
+    assert cli.run(["analyze", "params", "--config", str(tmp_path)]) == 0
+
+
+def test_a_closed_pipe_is_no_failure():
+    command = f"{shlex.quote(sys.executable)} -P -m dsv41.cli analyze params --preset toy | true; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert ended.stdout == "0\n" and "Traceback" not in ended.stderr
 
 
 def test_a_count_that_differs_is_said_and_ends_with_one(capsys, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv41.config import preset
 from dsv41.errors import UserError
-from dsv41.files import make_writable
+from dsv41.files import make_writable, write_text
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
 from dsv41.show import printable
@@ -140,7 +140,7 @@ def demo(seconds: float, out: Path) -> int:
         progress.phase("generating text in a new process")
         texts = _generate(run, _prompts(result.prepared.heldout_documents))
     report = out / "report.md"
-    report.write_text(_report(result, baseline, texts, speed, seconds), encoding="utf-8")
+    write_text(report, _report(result, baseline, texts, speed, seconds))
     print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"order-2 byte model: {baseline:.4f}")
     ratio = speed["decode_batch_1"] / speed["plain_decode"]

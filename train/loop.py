@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
+from dsv41.files import write_text
 from dsv41.params import text_specs
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
@@ -29,7 +30,7 @@ from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import TrainOptions, check_options
 from train.progress import Report
 from train.recipes import stages
-from train.run import Run, check_options_same, check_same, identity, read_run, write_run, write_text
+from train.run import Run, check_options_same, check_same, identity, read_run, write_run
 from train.stage import Examiner, StageData
 from train.step import TrainState, init_state, make_train_step
 from train.tokenizer import cache_root

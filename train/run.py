@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig, from_released, replace, to_released
 from dsv41.errors import UserError
-from dsv41.files import read_json
+from dsv41.files import read_json, write_text
 from train.curve import Score
 from train.data import Prepared
 from train.options import TrainOptions
@@ -45,13 +45,6 @@ def _plain(options: TrainOptions) -> dict[str, Any]:
 
 
 _DEFAULTS = {**_plain(TrainOptions()), "starts": [0]}
-
-
-def write_text(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def write_run(out: Path, run: Run) -> None:

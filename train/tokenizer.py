@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsv41.errors import UserError
+from dsv41.files import write_text
 from train.corpus import Document
 
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
@@ -120,15 +120,7 @@ def _write_cache(path: Path, text: str) -> None:
     content = f"{_checksum(text)}\n{text}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Its own name for every writer: two runs that start together both fill the cache.
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            try:
-                file.write(content)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_text(path, content)
     except OSError as error:
         raise UserError(f"cache: cannot write {str(path.parent)!r} ({error.strerror}), allowed is {CACHE_ALLOWED}") from error
 

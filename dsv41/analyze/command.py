@@ -12,8 +12,9 @@ from dsv41.analyze import contexts, figures, report
 from dsv41.analyze.others import OTHERS
 from dsv41.analyze.own import own_model
 from dsv41.analyze.report import Report, Subject
-from dsv41.config import PRESETS, ModelConfig, load_config, preset
+from dsv41.config import PRESETS, ModelConfig, config_file, load_config, preset
 from dsv41.errors import UserError, nearest
+from dsv41.files import check_outputs, write_text
 from dsv41.show import print_table
 
 What = Literal["kv", "flops", "prefill", "params", "memory"]
@@ -33,7 +34,7 @@ class AnalyzeOptions:
     json: bool = False
     csv: Path | None = None
     plot: Path | None = None
-    theme: figures.Theme = "light"
+    theme: figures.Theme | None = None
 
 
 def subject(name: str) -> Subject:
@@ -62,10 +63,11 @@ def analyze(options: AnalyzeOptions) -> int:
     """Prints the report and writes what was asked for; 1 where a formula and a count differ. `UserError` before any work."""
     if options.contexts is not None and options.what in _PLAIN:
         raise UserError(f"contexts: found with {options.what}, allowed with {', '.join(_BY_CONTEXT)}")
-    if options.csv is not None:
-        figures.check_file("csv", options.csv)
     if options.plot is not None:
         figures.check_plot(options.plot)
+    elif options.theme is not None:
+        raise UserError("theme: found without --plot, allowed is beside it")
+    check_outputs({"csv": options.csv, "plot": options.plot}, () if options.config is None else (config_file(options.config),))
     lengths = contexts.parse_contexts(options.contexts) if options.contexts is not None else None
     subjects = _subjects(options)
     if lengths is None:
@@ -76,7 +78,7 @@ def analyze(options: AnalyzeOptions) -> int:
     if options.csv is not None:
         _write_csv(found, options.csv)
     if options.plot is not None:
-        figures.plot(what, [s.model for s in subjects], lengths, options.theme, options.plot)
+        figures.plot(what, [s.model for s in subjects], lengths, options.theme or "light", options.plot)
     if options.json:
         print(json.dumps(found.rows, indent=1))
     else:
@@ -97,9 +99,4 @@ def _write_csv(found: Report, file: Path) -> None:
     writer = csv.DictWriter(text, list(found.rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found.rows)
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.write_text(text.getvalue(), encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(file, text.getvalue())

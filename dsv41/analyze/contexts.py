@@ -13,11 +13,12 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     """Ascending, each once. Raises `UserError` for what is no length, an empty range, or more than 64 lengths."""
     found: set[int] = set()
     for word in text.split(","):
-        first, dots, last = word.strip().partition("..")
-        low = _length(first)
-        high = _length(last) if dots else low
+        word = word.strip()
+        first, dots, last = word.partition("..")
+        low = _length(first, word)
+        high = _length(last, word) if dots else low
         if high < low:
-            raise UserError(f"contexts: found {word.strip()!r}, allowed is a range that goes up; did you mean '{last}..{first}'?")
+            raise UserError(f"contexts: found {word!r}, allowed is a range that goes up; did you mean '{last}..{first}'?")
         while low <= high:
             found.add(low)
             low *= 2
@@ -26,11 +27,11 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _length(word: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower())
-    value = int(match[1]) * _UNITS[match[2]] if match else 0
+def _length(number: str, word: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,10})([kKmM]?)", number.strip())
+    value = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 1 <= value <= MOST:
-        raise UserError(f"contexts: found {word.strip()!r}, allowed is 1 to {MOST} tokens as 4096, 4k or 1m, or a range 4k..1m")
+        raise UserError(f"contexts: found {word!r}, allowed is 1 to {MOST} tokens as 4096, 4k or 1m, or a range 4k..1m")
     return value
 
 

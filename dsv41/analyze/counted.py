@@ -68,7 +68,7 @@ def counted_weights(config: ModelConfig) -> dict[str, Counted]:
     parts: dict[str, Counted] = {}
     for part, spec in _spec_parts(config):
         one = parts.setdefault(part, Counted())
-        one.bytes += sum(tensor.bytes for tensor in spec.released((block[0], block[1])))
+        one.bytes += spec.released_bytes((block[0], block[1]))
         if spec.family == "frozen":
             continue
         one.size += spec.size

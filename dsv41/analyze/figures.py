@@ -7,6 +7,7 @@ from typing import Any, Literal
 from dsv41.analyze.contexts import spell
 from dsv41.analyze.costs import Model, cache_bytes, decode_flops, prefill_flops
 from dsv41.errors import UserError
+from dsv41.files import replacing
 
 Theme = Literal["light", "dark"]
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -29,16 +30,9 @@ _GROUPS = {
 
 
 def check_plot(file: Path) -> None:
-    """Raises `UserError` for a picture that cannot be written."""
+    """Raises `UserError` for a picture of another format."""
     if file.suffix.lower() not in _SUFFIXES:
         raise UserError(f"plot: found {file.name!r}, allowed is a name that ends in {', '.join(_SUFFIXES)}")
-    check_file("plot", file)
-
-
-def check_file(option: str, file: Path) -> None:
-    """Raises `UserError` where ``file`` is a folder or stands in none."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise UserError(f"{option}: found {str(file)!r}, allowed is a file in a folder that exists")
 
 
 def draw(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme) -> Any:
@@ -85,15 +79,12 @@ def plot(what: str, models: Sequence[Model], contexts: Sequence[int], theme: The
 
     figure = draw(what, models, contexts, theme)
     kind = file.suffix.lower()[1:]
-    partial = file.with_name(f".{file.name}.partial")
     try:
         # Without a date, which would make each file another.
         metadata = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-        with pyplot.rc_context({"svg.hashsalt": "dsv41"}):
+        with replacing(file) as partial, pyplot.rc_context({"svg.hashsalt": "dsv41"}):
             figure.savefig(partial, format=kind, dpi=130, metadata=metadata)
-        partial.replace(file)
     finally:
-        partial.unlink(missing_ok=True)
         pyplot.close(figure)
 
 
