@@ -163,15 +163,22 @@ def run(name: str, config: ModelConfig, fold: np.ndarray, prepared: Prepared, op
 
         return lax.scan(one, states, (batches, rates))
 
-    losses, done = [], 0
+    losses, done, compiled = [], 0, {}
     for batches in _chunks(streams, options.steps, options.chunk):
         count = batches.ids.shape[0]
-        states, ce = many(states, batches, rates(np.arange(done, done + count)))
+        given = states, batches, rates(np.arange(done, done + count))
+        if count not in compiled:
+            compiled[count] = many.lower(*given).compile()  # pyright: ignore
+        states, ce = _finished(compiled[count], *given)
         done += count
         losses.append([float(value) for value in ce[-1]])
         print(f"{name}: step {done}, cross-entropy {np.mean(losses[-1]):.4f}, {time.monotonic() - began:.0f} s", flush=True)
     scores = _scores(states.params, make_eval_step(config, scored, fold), prepared, options)
     return Result(name, count_parameters(text_specs(config)), scores, losses, time.monotonic() - began)
+
+
+def _finished(call: Callable[..., Any], *args: Any) -> Any:
+    return jax.block_until_ready(call(*args))
 
 
 def _scores(params: Any, step: EvalStep, prepared: Prepared, options: Options) -> list[float]:

@@ -426,8 +426,14 @@ _COMMANDS = {
 _POSITIONAL = {"src", "dst", "paths", "what", "words"}
 # What tyro passes on from Python, in this program's words.
 _PLAINER = (
-    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1: found \2, allowed is a whole number"),
-    (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1: found \2, allowed is a number"),
+    (
+        r"Error parsing (\S+): (?:no type matching .*)?invalid literal for int\(\) with base 10: (.*)",
+        r"\1: found \2, allowed is a whole number",
+    ),
+    (
+        r"Error parsing (\S+): (?:no type matching .*)?could not convert string to float: (.*)",
+        r"\1: found \2, allowed is a number",
+    ),
     (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
 )
 

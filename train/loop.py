@@ -196,7 +196,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     def save() -> None:
         nonlocal saved
         if saved != done or (latest is None and done == 0):
-            checkpoints.save(done, state, {**facts, "total": total})
+            checkpoints.save_behind(done, state, {**facts, "total": total})
             saved = done
 
     def examine() -> Score:
@@ -207,7 +207,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         whole = [old.bits_per_byte for old in scores if 0 < old.step < done]
         scores = [*(old for old in scores if old.step < done), found]
         if options.eval_every and found.bits_per_byte < min(whole, default=math.inf):
-            best.save(done, state, {**facts, "total": total})
+            best.save_behind(done, state, {**facts, "total": total})
         write_run(out, Run(facts, total, tuple(scores)))
         return found
 
@@ -272,9 +272,11 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
+        checkpoints.wait()
     if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         examine()
+    best.wait()
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))

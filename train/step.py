@@ -113,7 +113,8 @@ def make_train_step(
         else:
             start = batch.replay if options.replay == "mask" else None
             out = features(params, config, policy, batch.ids, batch.segments, fold, None, batch.image, rows, start)
-        return out, chunked_sums(out.hidden, params.head, targets, weights)
+        with jax.named_scope("head"):
+            return out, chunked_sums(out.hidden, params.head, targets, weights)
 
     def loss_fn(params: TextParams, batch: Batch, rows: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         out, sums = run(fake_quantized(params, specs, options.weights), batch, rows)
@@ -151,22 +152,23 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
         (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
-        grads, norm = clip(specs, grads)
-        rule = make_optimizer(specs, lambda _: rate, options.active_rows)
-        updates, opt_state = rule.update(grads, state.opt_state, state.params)
-        # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
-        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(floats(grads)))
-        is_rows = lambda x: isinstance(x, Rows)  # noqa: E731
-        # The rows of a table are stopped before it, so that the step never passes over the whole of it.
-        updates = jax.tree.map(
-            lambda u: Rows(u.ids, jnp.where(finite, u.values, 0.0)) if is_rows(u) else u, updates, is_leaf=is_rows
-        )
-        params = _balance_routers(apply_updates(state.params, updates), load)
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        params = jax.tree.map(
-            lambda u, new, old: new if is_rows(u) else keep(new, old), updates, params, state.params, is_leaf=is_rows
-        )
-        opt_state = jax.tree.map(keep, opt_state, state.opt_state)
+        with jax.named_scope("optimizer"):
+            grads, norm = clip(specs, grads)
+            rule = make_optimizer(specs, lambda _: rate, options.active_rows)
+            updates, opt_state = rule.update(grads, state.opt_state, state.params)
+            # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
+            finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(floats(grads)))
+            is_rows = lambda x: isinstance(x, Rows)  # noqa: E731
+            # The rows of a table are stopped before it, so that the step never passes over the whole of it.
+            updates = jax.tree.map(
+                lambda u: Rows(u.ids, jnp.where(finite, u.values, 0.0)) if is_rows(u) else u, updates, is_leaf=is_rows
+            )
+            params = _balance_routers(apply_updates(state.params, updates), load)
+            keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            params = jax.tree.map(
+                lambda u, new, old: new if is_rows(u) else keep(new, old), updates, params, state.params, is_leaf=is_rows
+            )
+            opt_state = jax.tree.map(keep, opt_state, state.opt_state)
         share = load[:, 0] / jnp.maximum(jnp.mean(load[:, 0], axis=-1, keepdims=True), 1e-9)
         metrics = {
             "loss": loss,

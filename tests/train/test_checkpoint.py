@@ -107,6 +107,27 @@ def test_every_dtype_and_every_bit(tmp_path):
     assert_same_bits(checkpoints.restore(0, abstract(state))[0], state)
 
 
+@pytest.mark.pitfall("N11")
+def test_a_save_behind_the_run_has_the_state_of_its_call(tmp_path):
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints"), make_state(1)
+    kept = jax.tree.map(lambda a: jnp.array(a, copy=True), state)
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda a: a + 1, s), donate_argnums=0)
+    checkpoints.save_behind(1, state, {"position": 1})
+    checkpoints.save_behind(2, overwrite(state), {"position": 2})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    assert_same_bits(checkpoints.restore(1, abstract(kept))[0], kept)
+    assert_same_bits(checkpoints.restore(2, abstract(kept))[0], overwrite(kept))
+
+
+def test_a_save_behind_the_run_that_fails_says_so_when_waited_for(tmp_path):
+    (tmp_path / "file").write_text("")
+    checkpoints, state = Checkpoints(tmp_path / "file"), make_state(1)
+    checkpoints.save_behind(1, state, {})
+    assert "cannot write step 1" in error_of(checkpoints.save_behind, 2, state, {})
+    checkpoints.wait()  # nothing is left of it
+
+
 def test_arrays_come_back_on_the_shardings_asked_for(saved):
     checkpoints, state = saved
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
