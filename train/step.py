@@ -51,7 +51,7 @@ class StepOptions:
     replay: Literal["off", "mask", "gather"] = "off"
 
 
-def init_state(config: ModelConfig, seed: int, active_rows: int = 0, specs: Any = None) -> TrainState:
+def init_state(config: ModelConfig, seed: int | jax.Array, active_rows: int = 0, specs: Any = None) -> TrainState:
     """The state before the first step. specs: in place of the config's, with other optimizers."""
     params = init_params(config, jax.random.key(seed))
     rule = make_optimizer(specs or text_specs(config), lambda _: jnp.float32(0), active_rows)
