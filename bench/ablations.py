@@ -30,6 +30,7 @@ from dsv41.errors import UserError, nearest
 from dsv41.files import write_text
 from dsv41.numerics import PACKED, Policy
 from dsv41.params import ParamSpec, Stored, count_parameters, map_specs, text_specs
+from kernels_pallas import registry
 from train.corpus import STDLIB
 from train.curve import Score
 from train.data import Batch, Prepared, TrainData, prepare, to_batch
@@ -195,7 +196,9 @@ def run(names: tuple[str, ...], config: ModelConfig, fold: np.ndarray, prepared:
         for done, batches in _chunks(streams, start, stop, options.chunk):
             given = states, batches, rates(np.arange(done - batches.ids.shape[0], done))
             if batches.ids.shape[0] not in compiled:
-                compiled[batches.ids.shape[0]] = many.lower(*given).compile()  # pyright: ignore
+                # Kernels have no batched form.
+                with registry.automatic("reference"):
+                    compiled[batches.ids.shape[0]] = many.lower(*given).compile()  # pyright: ignore
             states, ce = _finished(compiled[batches.ids.shape[0]], *given)
             losses.append([float(value) for value in ce[-1]])
             seconds = time.monotonic() - began
@@ -204,7 +207,8 @@ def run(names: tuple[str, ...], config: ModelConfig, fold: np.ndarray, prepared:
     for name in names:
         scored = VARIANTS[name].scored
         step = make_eval_step(config, _typed(scored, options), fold, scored.weights)
-        scores = _scores(states.params, step, prepared, options)
+        with registry.automatic("reference"):
+            scores = _scores(states.params, step, prepared, options)
         results.append(Result(name, size, scores, losses, time.monotonic() - began))
     return results
 

@@ -1,17 +1,24 @@
 """The indexer: keys, scores, the candidate pool and stable top-k, as pure functions (architecture §7)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
+from dsv41.layout import causal_mask
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import IndexerParams
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
+
+Select = Callable[[Array, int], Array]  # `select` or what does the same
+SELECTED = "selected"  # what a backward pass that computes a layer again takes from the forward pass
+PICKED_BYTES = 64 << 20  # of selected keys at once, as float32
 
 
 def index_keys(
@@ -23,10 +30,9 @@ def index_keys(
 
 
 @jax.named_scope("indexer")
-def index_scores(
+def index_queries(
     x: Float[Array, "B T D"],
     latent_q: Float[Array, "B T R"],
-    keys: Array,
     positions: Int[Array, "B T"],
     params: IndexerParams,
     config: ModelConfig,
@@ -34,11 +40,8 @@ def index_scores(
     ratio: int,
     taps: Taps | None,
     name: str,
-) -> Float32[Array, "B T S"]:
-    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked.
-
-    keys: values or stored bytes, ``[B, S, KI]`` for all queries or ``[B, T, S, KI]`` for each its own.
-    """
+) -> tuple[Float[Array, "B T H KI"], Float[Array, "B T H"]]:
+    """Queries in their FP4 form's values, and each head's weight with both scales in it (§7)."""
     heads, width = config.index_n_heads, config.index_head_dim
     q: Any = linear(latent_q, params.wq_b).reshape(*x.shape[:2], heads, width)
     q = rotate_heads(q, positions, layer_frequencies(config, ratio))
@@ -48,18 +51,35 @@ def index_scores(
     record(taps, f"{name}.q", q)
     weights = linear(x, params.weights_proj) * jnp.asarray(width**-0.5 * heads**-0.5, x.dtype)
     record(taps, f"{name}.weights", weights)
-    keys = row_values(keys, INDEX_KEY, jnp.float32)
+    return q, weights
+
+
+@jax.named_scope("indexer")
+def key_scores(
+    q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, dtype: Any = jnp.float32
+) -> Float32[Array, "B T S"]:
+    """``sum_h w_h relu(q_h . k_s)`` in float32, unmasked.
+
+    keys: values or stored bytes, ``[B, S, KI]`` for all queries or ``[B, T, S, KI]`` for each its own; dtype: of q and k.
+    """
+    values, q = row_values(keys, INDEX_KEY, dtype), q.astype(dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     equation = "bthk,bsk->bths" if keys.ndim == 3 else "bthk,btsk->bths"
-    dots = jnp.einsum(equation, q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
+    dots = jnp.einsum(equation, q, values, precision=precision, preferred_element_type=jnp.float32)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def candidate_blocks(
-    scores: Float32[Array, "B T S"], first: Int[Array, "B T"], count: Int[Array, "B T"], block: int, keep: int
+    scores: Float32[Array, "B T S"],
+    first: Int[Array, "B T"],
+    count: Int[Array, "B T"],
+    block: int,
+    keep: int,
+    pick: Select | None = None,
 ) -> Int[Array, "B T n"]:
     """The ``keep`` best blocks, ascending, -1 behind them; a block scores its best entry, and the newest visible is pinned.
 
-    scores: causally masked with -inf.
+    scores: causally masked with -inf. pick: in the place of `select`.
     """
     size = scores.shape[-1]
     blocks = -(-size // block)
@@ -68,7 +88,7 @@ def candidate_blocks(
     index = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     newest = (first + count - 1) // block
     best = jnp.where((index == newest[..., None]) & (count > 0)[..., None], jnp.inf, best)
-    return select(best, keep)
+    return (pick or select)(best, keep)
 
 
 def candidate_mask(blocks: Int[Array, "B T n"], block: int, size: int) -> Bool[Array, "B T S"]:
@@ -83,13 +103,101 @@ def candidate_entries(blocks: Int[Array, "B T n"], block: int) -> Int[Array, "B 
     return jnp.where(blocks[..., None] < 0, -1, entries).reshape(*blocks.shape[:2], -1)
 
 
+def selection(
+    q: Float[Array, "B T H KI"],
+    weights: Float[Array, "B T H"],
+    keys: Array,
+    first: Int[Array, "B T"],
+    count: Int[Array, "B T"],
+    pool: Int[Array, "B T n"] | None,
+    *,
+    k: int,
+    keep: int,
+    block: int,
+    gather: bool | None = None,
+    dtype: Any = jnp.float32,
+    taps: Taps | None = None,
+    name: str = "",
+    pick: Select | None = None,
+) -> tuple[Int[Array, "B T k"], Int[Array, "B T keep"] | None, Float32[Array, "B T k"]]:
+    """Selected entries, candidate blocks (None where ``keep`` is 0) and the scores of what is selected (§7).
+
+    pool: the blocks that the selection is restricted to, None for none. gather: whether their keys are fetched and scored alone,
+    at a cost that does not grow with the context, or every key is scored; by shape if None. dtype: see `key_scores`.
+    pick: in the place of `select`.
+    """
+    pick = pick or select
+    size = keys.shape[1]
+    if pool is not None:
+        gather = q.shape[1] * pool.shape[-1] * block <= size if gather is None else gather
+        if gather:
+            entries = candidate_entries(pool, block)
+            rows = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, size - 1))
+            scores = key_scores(q, weights, rows, dtype)
+            seen = (entries >= first[..., None]) & (entries < (first + count)[..., None])
+            places = pick(jnp.where(seen, lax.stop_gradient(scores), -jnp.inf), k)
+            ids = jnp.where(places < 0, -1, jnp.take_along_axis(entries, jnp.maximum(places, 0), axis=-1))
+            record(taps, f"{name}.topk", ids)
+            return ids, None, jnp.take_along_axis(scores, jnp.maximum(places, 0), axis=-1)
+    scores = key_scores(q, weights, keys, dtype)
+    masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
+    record(taps, f"{name}.scores", masked)
+    blocks = None
+    if keep:
+        blocks = candidate_blocks(masked, first, count, block, keep, pick)
+        record(taps, f"{name}.candidates", candidate_mask(blocks, block, size))
+    if pool is not None:
+        masked = jnp.where(candidate_mask(pool, block, size), masked, -jnp.inf)
+        record(taps, f"{name}.scores_masked", masked)
+    ids = pick(masked, k)
+    record(taps, f"{name}.topk", ids)
+    return ids, blocks, jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+
+
+def picked_scores(
+    q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, ids: Int[Array, "B T k"]
+) -> Float32[Array, "B T k"]:
+    """`key_scores` of the entries that ``ids`` names alone; -1 reads entry 0. Their keys are never all there at once."""
+
+    @jax.checkpoint
+    def part(queries: tuple[Array, Array, Array]) -> Array:
+        q, weights, ids = queries
+        return key_scores(q, weights, jax.vmap(lambda k, i: k[i])(keys, jnp.maximum(ids, 0)), operand_dtype(q, keys))
+
+    row = ids.shape[0] * ids.shape[2] * q.shape[3] * 4
+    return by_queries(part, (q, weights, ids), max(1, PICKED_BYTES // max(row, 1)))
+
+
+def operand_dtype(q: Array, keys: Array) -> Any:
+    """Of the operands of the product with the keys: bfloat16 where that holds both exactly."""
+    return jnp.bfloat16 if q.dtype == jnp.bfloat16 and keys.dtype in (jnp.uint8, jnp.bfloat16) else jnp.float32
+
+
+def by_queries(function: Callable[[Any], Any], queries: Any, at_once: int) -> Any:
+    """``function`` of arrays ``[B, T, ...]``, ``at_once`` queries or somewhat fewer at a time, one part after the other."""
+    batch, time = jax.tree.leaves(queries)[0].shape[:2]
+    if at_once >= time:
+        return function(queries)
+    chunks = -(-time // at_once)
+    size = -(-time // chunks)
+
+    def split(a: Array) -> Array:
+        padded = jnp.pad(a, ((0, 0), (0, chunks * size - time), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, size, *a.shape[2:]), 1, 0)
+
+    def join(a: Array) -> Array:
+        return jnp.moveaxis(a, 0, 1).reshape(batch, chunks * size, *a.shape[3:])[:, :time]
+
+    return jax.tree.map(join, lax.map(function, jax.tree.map(split, queries)))
+
+
 def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
     """Ids of the ``min(k, S)`` best scores above -inf, ascending, -1 behind them; ties take the lowest index."""
     size = scores.shape[-1]
     value, ids = lax.top_k(scores, min(k, size))
     # The sentinel sorts behind every id.
     ordered = jnp.sort(jnp.where(value > -jnp.inf, ids, size), axis=-1)
-    return jnp.where(ordered == size, -1, ordered)
+    return checkpoint_name(jnp.where(ordered == size, -1, ordered), SELECTED)
 
 
 def ids_to_mask(ids: Int[Array, "B T k"], size: int) -> Bool[Array, "B T S"]:
@@ -107,17 +215,17 @@ def teacher(mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"]) -> Float32[
 
 
 def index_kl(
-    student: Float32[Array, "B T S"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
+    picked: Float32[Array, "B T k"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
 ) -> Float32[Array, ""]:
     """KL from the attention's own mass over the selected entries to the indexer's softmax over them (training §4.3).
 
+    picked: the indexer's scores of the selected entries.
     mass: attention probability of each selected entry summed over heads, with window and sink in the denominator; or a
     sum over layers of `teacher`.
     Averaged over live queries with two candidates or more.
     """
     valid = ids >= 0
     rows = live & (jnp.sum(valid, axis=-1) > 1)
-    picked = jnp.take_along_axis(student, jnp.maximum(ids, 0), axis=-1)
     log_q = jax.nn.log_softmax(jnp.where(valid, picked, -1e30), axis=-1)
     p = teacher(mass, ids)
     terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - log_q)

@@ -14,11 +14,12 @@ from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
 from dsv41.engram import engram_rows, folded_ids, hashed
+from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
-from dsv41.site import SELECTED, Shared, served_kl, whole_row
+from dsv41.site import Shared, served_kl, whole_row
 
 
 @struct.dataclass

@@ -6,6 +6,7 @@ functions here.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dsv41 import attention, compress, indexer
 from dsv41.config import ModelConfig
-from dsv41.layout import Layout, causal_mask, visible_entries
+from dsv41.layout import Layout, visible_entries
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan
-from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant, pack_rows
+from kernels_pallas import registry
+from kernels_pallas.index_topk.api import index_topk
 
 
 @struct.dataclass
@@ -30,8 +33,8 @@ class Shared:
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
     ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
-    ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student ``[B, T, S]``, mass ``[B, T, k]``: the selection's
-    scores and the sum of its readers' `indexer.teacher`, where the policy wants the mean over them.
+    ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student, mass ``[B, T, k]``: the selection's scores
+    and the sum of its readers' `indexer.teacher`, where the policy wants the mean over them.
     """
 
     main_kv: jax.Array | None = None
@@ -41,8 +44,6 @@ class Shared:
     student: jax.Array | None = None
     mass: jax.Array | None = None
 
-
-SELECTED = "selected"  # what a backward pass that computes a layer again takes from the forward pass
 
 # (x, params, plan, carried, layout, config, policy, taps) -> (output, carried, index loss)
 Site = Callable[..., tuple[Any, Any, Any]]
@@ -110,46 +111,37 @@ def choose(
     policy: Policy,
     taps: Taps | None,
     gather: bool | None = None,
-) -> tuple[Shared, Float32[Array, "B T S"] | None]:
+) -> tuple[Shared, Float32[Array, "B T k"]]:
     """Scores the published keys and publishes the selected ids, at the candidate source the pool too (§7).
 
-    gather: whether a layer that consumes the pool fetches its keys and scores them alone, at a cost that does not grow
-    with the context, or scores every key; by shape if None. Only the latter gives scores back.
+    gather: see `indexer.selection`. Also the scores of what is selected, for the indexer's loss.
     """
     name = f"layers.{plan.layer}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
     detached = lax.stop_gradient((x, latent_q))
-    score = lambda keys: indexer.index_scores(  # noqa: E731
-        *detached, keys, layout.positions, params.indexer, config, policy, plan.ratio, taps, name
-    )
-    first, count = visible_entries(layout, plan.ratio)
+    queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
+    seen = visible_entries(layout, plan.ratio)
     keys: Any = shared.index_k
-    blocks: Any = shared.pool
-    size, block = keys.shape[1], config.candidate_block_size
-    pooled = plan.pool == "consumes" and policy.candidate_pool
-    if pooled:
-        gather = x.shape[1] * blocks.shape[-1] * block <= size if gather is None else gather
-        if gather:
-            entries = indexer.candidate_entries(blocks, block)
-            keys = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, size - 1))
-            seen = (entries >= first[..., None]) & (entries < (first + count)[..., None])
-            ids = indexer.select(jnp.where(seen, lax.stop_gradient(score(keys)), -jnp.inf), config.index_topk)
-            ids = jnp.where(ids < 0, -1, jnp.take_along_axis(entries, jnp.maximum(ids, 0), axis=-1))
-            record(taps, f"{name}.topk", ids)
-            return replace(shared, ids=ids), None
-    scores = score(keys)
-    masked = jnp.where(causal_mask(first, count, size), lax.stop_gradient(scores), -jnp.inf)
-    record(taps, f"{name}.scores", masked)
-    if plan.pool == "publishes":
-        blocks = checkpoint_name(indexer.candidate_blocks(masked, first, count, block, config.candidate_topk_blocks), SELECTED)
-        shared = replace(shared, pool=blocks)
-        record(taps, f"{name}.candidates", indexer.candidate_mask(blocks, block, size))
-    if pooled:
-        masked = jnp.where(indexer.candidate_mask(blocks, block, size), masked, -jnp.inf)
-        record(taps, f"{name}.scores_masked", masked)
-    ids = checkpoint_name(indexer.select(masked, config.index_topk), SELECTED)
-    record(taps, f"{name}.topk", ids)
-    return replace(shared, ids=ids), scores
+    pool: Any = shared.pool if plan.pool == "consumes" and policy.candidate_pool else None
+    keep = config.candidate_topk_blocks if plan.pool == "publishes" else 0
+    options = {"k": config.index_topk, "keep": keep, "block": config.candidate_block_size}
+    form = partial(stored_keys, on=policy.quantize_index)
+    arrays = (*queries, jax.eval_shape(form, keys), *seen, None, pool)
+    if taps is None and registry.choose("index_topk", "auto", *arrays, **options).impl != "reference":
+        if pool is not None and pool.shape[-1] * options["block"] >= keys.shape[1]:
+            pool = None  # Every visible block is in it.
+        fixed = lax.stop_gradient((*queries, form(keys)))
+        ids, blocks = checkpoint_name(index_topk(*fixed, *seen, pool=pool, **options), indexer.SELECTED)
+        picked = indexer.picked_scores(*queries, keys, ids)
+    else:
+        options |= {"gather": gather, "taps": taps, "name": name}
+        ids, blocks, picked = indexer.selection(*queries, keys, *seen, pool, **options)
+    return replace(shared, ids=ids, pool=blocks if keep else shared.pool), picked
+
+
+def stored_keys(keys: Array, on: bool) -> Array:
+    """Index keys as bytes, where they are quantised but held as values, as in a full sequence."""
+    return pack_rows(keys, INDEX_KEY) if on and keys.dtype != jnp.uint8 else keys
 
 
 def read(
@@ -227,16 +219,16 @@ def whole_row(
     rows = window_rows(x, params, plan, layout, config, policy, taps)
     if plan.owns_kv and publishes:
         shared = publish_row(x, params, plan, shared, layout, config, policy, taps)
-    scores, kl = None, jnp.zeros((), jnp.float32)
+    picked, kl = None, jnp.zeros((), jnp.float32)
     if plan.selects:
         kl = served_kl(shared, layout)
-        shared, scores = choose(x, latent_q, params, plan, shared, layout, config, policy, taps, gather=False)
+        shared, picked = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
         if policy.index_teacher == "served":
-            shared = replace(shared, student=scores, mass=None)
+            shared = replace(shared, student=picked, mass=None)
     core = lambda q: attention.attend_row(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
     if policy.index_teacher == "served":
         return y, replace(shared, mass=_served(shared.mass, mass, shared.ids)), kl
-    if scores is not None and mass is not None:
-        kl = indexer.index_kl(scores, mass, shared.ids, layout.live)
+    if picked is not None and mass is not None:
+        kl = indexer.index_kl(picked, mass, shared.ids, layout.live)
     return y, shared, kl

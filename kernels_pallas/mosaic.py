@@ -1,8 +1,15 @@
 """What Mosaic GPU asks for differently in the versions of jax that this project runs on."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax.experimental.mosaic.gpu as mgpu
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def store(ref: Any, value: Any) -> None:
@@ -12,3 +19,52 @@ def store(ref: Any, value: Any) -> None:
         ref[...] = value
     else:
         own(ref, value, optimized=False)
+
+
+def inline(refs: Sequence[Any], numbers: Sequence[Any], kinds: Sequence[Any] | None = None) -> Any:
+    """Runs the PTX that the decorated function gives: ``(refs, registers of numbers) -> (text, operands)``.
+
+    kinds: of the references, plain ones where None.
+    """
+    types = ([plgpu.RefType() for _ in refs] if kinds is None else list(kinds), [SCALAR for _ in numbers])
+    place: Any = plgpu.inline_mgpu(arg_types=types)
+
+    def decorate(function: Any) -> None:
+        def build(ctx: Any, refs: Any, numbers: Any) -> None:
+            ptx, operands = function(refs, [array.registers.item() for array in numbers])
+            assembly(ptx, operands, [])
+
+        place(build)(list(refs), list(numbers))
+
+    return decorate
+
+
+def assembly(ptx: str, args: Sequence[ir.Value], results: Sequence[ir.Type]) -> list[ir.Value]:
+    """A block of PTX; ``$i`` names the i-th result, then the arguments."""
+    kinds = {"i32": "r", "i64": "l", "f32": "f"}
+    constraints = ",".join(["=" + kinds[str(t)] for t in results] + [kinds[str(a.type)] for a in args])
+    result = results[0] if len(results) == 1 else llvm.StructType.get_literal(list(results)) if results else None
+    kind = result if result is not None else ir.Type.parse("!llvm.void")
+    out = llvm.inline_asm(kind, list(args), ptx, constraints, has_side_effects=True)
+    if not results:
+        return []
+    return [out] if len(results) == 1 else [llvm.extractvalue(t, out, [i]) for i, t in enumerate(results)]
+
+
+def shared_address(ref: ir.Value) -> ir.Value:
+    """32-bit shared address of a reference."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def global_address(ref: ir.Value, *steps: tuple[ir.Value, int]) -> ir.Value:
+    """64-bit global address of a reference, plus each number times so many 32-bit words."""
+    wide = ir.IntegerType.get_signless(64)
+    address = llvm.ptrtoint(wide, utils.memref_ptr(ref))
+    for number, words in steps:
+        address = arith.addi(address, arith.muli(arith.extsi(wide, number), mgpu.c(4 * words, wide)))
+    return address
+
+
+def thread_number() -> ir.Value:
+    """The thread's number in its CTA."""
+    return utils.thread_idx()

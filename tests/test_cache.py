@@ -218,11 +218,14 @@ def test_keys_of_the_pool_alone_give_the_selection_of_all_keys(policy, time):
     kept = candidate_entries(shared.pool, CONFIG.candidate_block_size)
     assert (np.asarray(kept).max(-1) < np.asarray(layout.positions + 2)).all() and shared.pool.shape[-1] == 3
     arguments = x, latent, params.layers[consumer.layer].attn, consumer
-    (all_keys, scores), (pooled, none) = (
+    (all_keys, scores), (pooled, again) = (
         choose(*arguments, shared, layout, CONFIG, policy, None, gather=gather) for gather in (False, True)
     )
     np.testing.assert_array_equal(all_keys.ids, pooled.ids)
-    assert (np.asarray(pooled.ids) >= 0).any(-1)[0].all() and scores.shape == (2, time, 24) and none is None
+    some = np.asarray(pooled.ids) >= 0
+    assert some.any(-1)[0].all()
+    # float32 sums of 16 and of 4 products in another order: 1e-5 of scores of order one.
+    np.testing.assert_allclose(np.where(some, again, 0), np.where(some, scores, 0), rtol=0, atol=1e-5)
 
 
 def poisoned(cache: Cache, value: float) -> Cache:

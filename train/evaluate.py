@@ -131,7 +131,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
 def _dense(model: Model, length: int) -> Model:
     """The same weights, with a selection and a pool that take every entry of ``length`` tokens."""
     config = model.config
-    blocks = -(-length // config.candidate_block_size)
+    blocks = -(-length // config.candidate_block_size) + 1
     config = configure(config, index_topk=length, candidate_topk_blocks=max(blocks, config.candidate_topk_blocks))
     return Model(model.params, config, model.tokenizer, model.token_map, model.step)
 

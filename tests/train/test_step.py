@@ -151,7 +151,7 @@ def test_the_teacher_is_the_mean_of_the_layers_that_read_a_selection():
     rng = np.random.default_rng(2)
     ids = jnp.asarray([[[0, 2, -1], [1, 2, 3]]], jnp.int32)
     masses = [jnp.asarray(rng.random((1, 2, 3)), jnp.float32) * size for size in (1.0, 9.0)]
-    student = jnp.asarray(rng.standard_normal((1, 2, 4)), jnp.float32)
+    student = jnp.asarray(rng.standard_normal((1, 2, 3)), jnp.float32)
     layout = make_layout(jnp.ones((1, 2), jnp.int32))
     shared = Shared(ids=ids, student=student, mass=_served(_served(None, masses[0], ids), masses[1], ids))
     mean = (teacher(masses[0], ids) + teacher(masses[1], ids)) / 2

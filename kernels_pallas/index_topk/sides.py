@@ -1,0 +1,232 @@
+"""One warpgroup's side of `score.py`: as PTX on the device, as plain array code under the interpreter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dsv41.quant import INDEX_KEY, row_values
+from kernels_pallas.index_topk import keys
+from kernels_pallas.index_topk.keys import BLOCK, HEADS, TILE, WARP, WARP_BYTES, WIDTH
+from kernels_pallas.mosaic import SCALAR, assembly, global_address, inline, shared_address, thread_number
+
+TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+
+
+@dataclass(frozen=True)
+class Refs:
+    """What a CTA of ``workers`` warpgroups reads and writes; the barrier is the interpreter's."""
+
+    stored: Any
+    slots: int
+    workers: int
+    q: Any
+    weights: Any
+    rows: Any
+    starts: Any
+    pool: Any
+    out: Any
+    best: Any
+    q_smem: Any
+    weights_smem: Any
+    ring: Any
+    barriers: Any
+    ready: Any
+
+
+def _c(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _mad(a: ir.Value, factor: int, b: ir.Value) -> ir.Value:
+    return arith.addi(arith.muli(a, _c(factor)), b)
+
+
+def _low(a: ir.Value, mask: int) -> ir.Value:
+    return arith.andi(a, _c(mask))
+
+
+def _warp() -> ir.Value:
+    return arith.shrui(thread_number(), _c(5))
+
+
+def _lane() -> ir.Value:
+    return _low(thread_number(), 31)
+
+
+def _place(tile: ir.Value) -> ir.Value:
+    """Number of the first of the warp's keys in a tile."""
+    return _mad(_low(_warp(), 3), WARP, _mad(tile, TILE, _c(0)))
+
+
+class Native:
+    """Everything that a matrix instruction is not, as PTX."""
+
+    def __init__(self, refs: Refs):
+        self.refs = refs
+
+    def _slot(self, ref: ir.Value, slot: ir.Value, size: int) -> ir.Value:
+        """Shared address of one of the warp's slots of ``size`` bytes."""
+        return _mad(_mad(_warp(), self.refs.slots, slot), size, shared_address(ref))
+
+    def query(self, number: Any, place: int) -> None:
+        """The warpgroup writes a query and its weights to their place in shared memory."""
+        refs = self.refs
+        wide, wide_weights = (a.dtype == jnp.float32 for a in (refs.q, refs.weights))
+        kinds = [plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED), plgpu.RefType()]
+
+        @inline([refs.q, refs.weights, refs.q_smem, refs.weights_smem], [number], kinds)
+        def _(refs: Any, numbers: Any) -> tuple[str, list]:
+            q, weights, q_smem, weights_smem = refs
+            args = [global_address(q, (numbers[0], HEADS * WIDTH // (1 if wide else 2)))]
+            args.append(global_address(weights, (numbers[0], HEADS // (1 if wide_weights else 2))))
+            args.append(arith.addi(shared_address(q_smem), _c(2 * place * HEADS * WIDTH)))
+            args.append(arith.addi(shared_address(weights_smem), _c(4 * place * HEADS)))
+            return keys.prepare_query(wide, wide_weights), [*args, _low(thread_number(), 127)]
+
+    def begin(self) -> None:
+        """Sets up barriers; after it the queries are there for everyone."""
+        count, lanes = 4 * self.refs.workers * self.refs.slots, 2 if self.refs.stored.granule == BLOCK else 1
+
+        @inline([self.refs.barriers], [])
+        def _(refs: Any, numbers: Any) -> tuple[str, list]:
+            return keys.prepare_barriers(count, lanes), [shared_address(refs[0]), thread_number()]
+
+    def copy(self, source: Any, tile: Any, slot: Any) -> None:
+        """Starts the copy of the warp's keys of a tile."""
+        stored = self.refs.stored
+
+        @inline([self.refs.rows, self.refs.starts, self.refs.ring, self.refs.barriers], [source, tile, slot])
+        def _(refs: Any, numbers: Any) -> tuple[str, list]:
+            rows, starts, ring, barriers = refs
+            source, tile, slot = numbers
+            args = [global_address(rows), global_address(starts, (source, stored.starts.shape[1]))]
+            args += [self._slot(ring, slot, WARP_BYTES), self._slot(barriers, slot, 8), _place(tile), _lane()]
+            return keys.start_copy(stored.size, stored.granule), args
+
+    def keys(self, source: Any, tile: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        """The tile's keys ``[64, 128]`` fp16 and their scales ``[64]``, once they are there."""
+        layouts = (plgpu.Layout.WGMMA, mgpu.WGMMA_LAYOUT), (plgpu.Layout.WGMMA.reduce(1), mgpu.WGMMA_ROW_LAYOUT)
+        shapes, dtypes = ((TILE, WIDTH), (TILE,)), (jnp.float16, jnp.float32)
+        result = tuple(
+            plgpu.ShapeDtypeStruct(shape, dtype, layout=layout[0])
+            for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True)
+        )
+        place: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR), return_type=result)
+
+        def build(ctx: Any, ring: Any, barriers: Any, turn: Any, slot: Any) -> tuple:
+            turn, slot = turn.registers.item(), slot.registers.item()
+            parity = _low(arith.divui(turn, _c(self.refs.slots)), 1)
+            assembly(keys.wait(), [self._slot(barriers, slot, 8), parity], [])
+            words = assembly(keys.unpack(), [self._slot(ring, slot, WARP_BYTES), _lane()], [ir.IntegerType.get_signless(32)] * 34)
+            kinds = ir.VectorType.get((2,), ir.F16Type.get()), ir.VectorType.get((1,), ir.F32Type.get())
+            arrays = []
+            for part, kind, shape, layout in zip((words[:32], words[32:]), kinds, shapes, layouts, strict=True):
+                registers = np.array([llvm.bitcast(kind, word) for word in part], object).reshape(
+                    layout[1].registers_shape(shape)
+                )
+                arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=layout[1], _is_signed=None))
+            return tuple(arrays)
+
+        return place(build)(self.refs.ring, self.refs.barriers, turn, slot)
+
+    def product(self, a: Any, q: Any) -> Any:
+        """Keys times queries, ``[64, heads]`` float32."""
+
+        def multiply(acc: Any) -> Any:
+            plgpu.wgmma(acc, a, q.transpose((1, 0)))
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((TILE, q.shape[0]), jnp.float32))
+
+    def finish(self, acc: Any, scale: Any, chunk: int, tile: Any, spans: list, row: Any, left: Any) -> None:
+        """Writes the scores of the queries that ``acc`` has: those from ``chunk`` on of the CTA's, which begin at ``row``."""
+        pitch = self.refs.out.shape[1]
+        refs = [self.refs.weights_smem, self.refs.out, self.refs.best, *([] if self.refs.pool is None else [self.refs.pool])]
+        # A query past the last writes nowhere.
+        ends = [jnp.where(chunk + j < left, 0, pitch) for j in range(len(spans))]
+        numbers = [number for span, end in zip(spans, ends, strict=True) for number in (*span, end)]
+        arrays = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1))
+        place: Any = plgpu.inline_mgpu(arg_types=(*arrays, [plgpu.RefType() for _ in refs], [SCALAR] * (len(numbers) + 2)))
+
+        def build(ctx: Any, acc: Any, scale: Any, refs: Any, numbers: Any) -> None:
+            tile, row, *spans = (array.registers.item() for array in numbers)
+            weights, out, best, *pool = refs
+            columns = [llvm.extractelement(register, _c(i)) for register in acc.registers.flat for i in range(2)]
+            scales = [llvm.bitcast(ir.F32Type.get(), register) for register in scale.registers.flat]
+            for j in range(len(spans) // 3):
+                number = arith.addi(row, _c(chunk + j))
+                first, count, end = spans[3 * j : 3 * j + 3]
+                args = [*columns[16 * j : 16 * (j + 1)], *scales]
+                args.append(arith.addi(shared_address(weights), _c(4 * (chunk + j) * HEADS)))
+                args += [first, count, arith.maxsi(_place(tile), end), _lane(), global_address(out, (number, pitch))]
+                args += [global_address(ref, (number, pitch // BLOCK)) for ref in (best, *pool)]
+                assembly(keys.finish(pitch, bool(pool)), args, [])
+
+        place(build)(acc, scale, refs, [tile, row, *numbers])
+
+
+class Interpreted:
+    """The same by array code, for Pallas' interpreter: the keys come straight from global memory."""
+
+    def __init__(self, refs: Refs):
+        self.refs = refs
+
+    def query(self, number: Any, place: int) -> None:
+        q = self.refs.q[number].astype(jnp.float32)
+        exponent = jnp.frexp(jnp.max(jnp.abs(q), axis=1))[1] - 15
+        rows = pl.ds(place * HEADS, HEADS)
+        order = keys.channel(jnp.arange(WIDTH, dtype=jnp.int32))
+        self.refs.q_smem[rows] = jnp.ldexp(q, -exponent[:, None])[:, order].astype(jnp.float16)
+        self.refs.weights_smem[rows] = jnp.ldexp(self.refs.weights[number].astype(jnp.float32), exponent)
+
+    def begin(self) -> None:
+        plgpu.barrier_arrive(self.refs.ready)
+        plgpu.barrier_wait(self.refs.ready)
+
+    def copy(self, source: Any, tile: Any, slot: Any) -> None:
+        """Nothing runs ahead."""
+
+    def keys(self, source: Any, tile: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        stored = self.refs.stored
+        entry = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        place = jnp.minimum(entry, stored.size - 1)
+        start = self.refs.starts[source][place // stored.granule]
+        there = (start >= 0) & (entry < stored.size)
+        rows = self.refs.rows[...][jnp.where(there, start + place % stored.granule, 0)]
+        top = jnp.where(there, jnp.max(rows[:, WIDTH // 2 :], axis=1).astype(jnp.int32), 127)
+        values = jnp.ldexp(row_values(rows, INDEX_KEY, jnp.float32), 127 - top[:, None])
+        order = keys.channel(jnp.arange(WIDTH, dtype=jnp.int32))
+        return jnp.where(there[:, None], values, 0.0)[:, order].astype(jnp.float16), jnp.ldexp(jnp.float32(1), top - 127)
+
+    def product(self, a: Any, q: Any) -> Any:
+        # The interpreter's matrix instruction takes no operand in registers.
+        return jnp.dot(a.astype(jnp.float32), q[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+
+    def finish(self, acc: Any, scale: Any, chunk: int, tile: Any, spans: list, row: Any, left: Any) -> None:
+        refs = self.refs
+        entry = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        for j, (first, count) in enumerate(spans):
+
+            @pl.when(chunk + j < left)
+            def _(j: int = j, first: Any = first, count: Any = count) -> None:
+                number = row + chunk + j
+                weights = refs.weights_smem[pl.ds((chunk + j) * HEADS, HEADS)]
+                values = jnp.sum(jnp.maximum(acc[:, j * HEADS : (j + 1) * HEADS], 0) * weights[None], axis=1) * scale
+                name = entry
+                if refs.pool is not None:
+                    block = refs.pool[number][entry // BLOCK]
+                    name = jnp.where(block < 0, -1, block * BLOCK + entry % BLOCK)
+                values = jnp.where((name >= first) & (name < first + count), values, -jnp.inf)
+                best = jnp.max(values.reshape(-1, BLOCK), axis=1)
+                block = tile * (TILE // BLOCK) + jnp.arange(TILE // BLOCK, dtype=jnp.int32)
+                best = jnp.where((block == (first + count - 1) // BLOCK) & (count > 0), jnp.inf, best)
+                refs.out[number, pl.ds(tile * TILE, TILE)] = values
+                refs.best[number, pl.ds(tile * (TILE // BLOCK), TILE // BLOCK)] = best
