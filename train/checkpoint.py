@@ -127,13 +127,19 @@ class Checkpoints:
     """The checkpoints in ``directory``, one folder for each step; the newest ``keep`` stay.
 
     A state is a dataclass that is a pytree of arrays, none of them empty, with its parameters in the field
-    ``params``. One process writes at a time; others may read meanwhile.
+    ``params``. One process writes at a time; others may read meanwhile. As a context it waits for `save_behind` at its end.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2):
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, ascending; none where there is no folder."""

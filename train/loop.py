@@ -212,6 +212,8 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         return found
 
     with (
+        checkpoints,
+        best,
         Log(out, options.tensorboard, options.wandb, facts) as log,
         _interruptible() as received,
         contextlib.ExitStack() as tracing,
@@ -272,7 +274,6 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
-        checkpoints.wait()
     if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         examine()

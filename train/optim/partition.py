@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Num
 from dsv41.errors import UserError
 from dsv41.params import ParamSpec, map_specs, spec_leaves
 from train.optim.muon import WEIGHT_DECAY, muon
-from train.optim.sinkhorn import UPDATE_RMS, ActiveRows, Rows, sinkhorn
+from train.optim.sinkhorn import UPDATE_RMS, ActiveRows, Rows, dense, sinkhorn
 
 # Momenta that a family keeps of each number; None: the optimizer leaves the weight alone.
 _MOMENTA = {"muon": 1, "sinkhorn": 1, "adamw": 2, "sign": None, "frozen": None}
@@ -91,9 +91,10 @@ def make_optimizer(specs: Any, schedule: optax.Schedule, active_rows: int = 0) -
     def update(gradients: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
         directions, states = {}, {}
         for name, rule in rules.items():
-            direction, states[name] = rule.update(
-                _select(specs, name, gradients), state.families[name], _select(specs, name, params)
-            )
+            chosen = _select(specs, name, gradients)
+            if name != "sinkhorn":
+                chosen = map_specs(lambda spec, g: dense(g, spec.shape[0]) if isinstance(g, Rows) else g, specs, chosen)
+            direction, states[name] = rule.update(chosen, state.families[name], _select(specs, name, params))
             directions[name] = iter(jax.tree.leaves(direction, is_leaf=lambda x: isinstance(x, Rows)))
         rate = -jnp.asarray(schedule(state.steps), jnp.float32)
 
