@@ -90,12 +90,13 @@ def extend(
     count = jnp.sum(segments, axis=1)
     layout = chunk_layout(cache.length, count, time, image)
     rows, history = extend_history(ids, layout, cache, token_map, config)
-    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
     carried = Carried(Shared(), cache)
     tokens = Tokens(ids, layout, rows)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(streams, pre, layer, plan, carried, tokens, config, policy, taps, cached_site)
-        streams, pre, carried = out.streams, out.pre, out.carried
+        out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
+        residual, carried = out.residual, out.carried
+    streams, pre = mhc.settle(residual, taps), residual.pre
     record_draft_input(taps, config)
     cache = replace(carried.cache, length=cache.length + count, history=history)
     if every:
@@ -170,21 +171,21 @@ def features(
     behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))
     streams = embed(params, ids, config, policy)
     record(taps, "embed_streams", streams)
-    pre = first_mix(ids, config)
-    shared = Shared()
+    residual, shared = mhc.Residual(streams, first_mix(ids, config)), Shared()
     run, site = _rematerialised(policy)
     outs = []
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         seen = behind if plan.half == "decoder" else tokens
-        out = run(streams, pre, layer, plan, shared, seen, config, policy, taps, site)
-        streams, pre, shared = out.streams, out.pre, out.carried
+        out = run(residual, layer, plan, shared, seen, config, policy, taps, site)
+        residual, shared = out.residual, out.carried
         outs.append(out)
     record_draft_input(taps, config)
+    streams = mhc.settle(residual, taps)
     kl = [out.index_kl for out, plan in zip(outs, layer_plans(config), strict=True) if plan.selects]
     if policy.index_teacher == "served":
         kl = [*kl[1:], served_kl(shared, tokens.layout)]
     return Output(
-        jnp.take_along_axis(final_hidden(params, streams, pre, config, taps), back[..., None], axis=1),
+        jnp.take_along_axis(final_hidden(params, streams, residual.pre, config, taps), back[..., None], axis=1),
         None,
         jnp.stack([out.load for out in outs]),
         jnp.stack([out.balance for out in outs]),
@@ -196,7 +197,7 @@ def _rematerialised(policy: Policy) -> tuple[Any, Any]:
     """The block and its attention site, one of them such that its backward pass computes it again."""
     again = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
     if policy.remat == "block":
-        return again(block, static_argnums=(3, 6, 7, 8, 9)), whole_row
+        return again(block, static_argnums=(2, 5, 6, 7, 8)), whole_row
     if policy.remat == "attention":
         return block, again(whole_row, static_argnums=(2, 5, 6, 7))
     return block, whole_row

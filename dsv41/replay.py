@@ -32,9 +32,10 @@ def _gather(index: Int[Array, "B K"], here: Array, value: Array) -> Array:
 
 
 def _decoder_entries(
-    streams: Array, pre: Array, layer: LayerParams, plan: LayerPlan, tokens: Tokens, config: ModelConfig, policy: Policy
+    residual: mhc.Residual, layer: LayerParams, plan: LayerPlan, tokens: Tokens, config: ModelConfig, policy: Policy
 ) -> Shared:
     """What the decoder's first layer publishes of all tokens: of it no more than its attention's input is computed."""
+    streams, pre = mhc.settle(residual, None), residual.pre
     if plan.engram is not None:
         rows = tokens.engram_rows[plan.engram]
         streams = apply_engram(streams, rows, tokens.layout, layer.engram, config, None, "")
@@ -64,21 +65,21 @@ def replayed_features(
     image = jnp.zeros(ids.shape, bool)
     tokens = make_tokens(ids, segments, image, token_map, config)
     tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
-    streams, pre, carried = embed(params, ids, config, policy), first_mix(ids, config), Shared()
+    residual, carried = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config)), Shared()
     policy = replace(policy, index_teacher="own")
     plans, outs = layer_plans(config), []
     first = next(n for n, plan in enumerate(plans) if plan.half == "decoder")
     for n, (plan, layer) in enumerate(zip(plans, params.layers, strict=True)):
         if n == first:
-            carried = _decoder_entries(streams, pre, layer, plan, tokens, config, policy)
+            carried = _decoder_entries(residual, layer, plan, tokens, config, policy)
             tokens, take = _choose(tokens, replay, chosen)
-            streams, pre = take(streams), take(pre)
+            residual = jax.tree.map(take, residual)
         site = partial(whole_row, publishes=n < first)
-        out = block(streams, pre, layer, plan, carried, tokens, config, policy, None, site)
-        streams, pre, carried = out.streams, out.pre, out.carried
+        out = block(residual, layer, plan, carried, tokens, config, policy, None, site)
+        residual, carried = out.residual, out.carried
         outs.append(out)
     return Output(
-        final_hidden(params, streams, pre, config, None),
+        final_hidden(params, mhc.settle(residual, None), residual.pre, config, None),
         None,
         jnp.stack([out.load for out in outs]),
         jnp.stack([out.balance for out in outs]),

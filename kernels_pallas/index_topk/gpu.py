@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41.indexer import by_queries, operand_dtype, selection
-from kernels_pallas.index_topk.keys import BLOCK, HEADS, ROW, TILE, WARP, WIDTH
+from kernels_pallas.index_topk.keys import BLOCK, HEADS, TILE, WARP, WIDTH
 from kernels_pallas.index_topk.score import Keys, Scoring, scores
 from kernels_pallas.index_topk.select import Slicing, top_k
 
@@ -56,8 +56,8 @@ def refusal(
 
 def left_to_xla(q: Any, keys: Any, table: Any, pool: Any, keep: int, block: int) -> str | None:
     """Why XLA scores these keys, and the kernels only select."""
-    if keys.dtype != jnp.uint8:
-        return f"keys are {keys.dtype}, the kernel takes the packed form"
+    if keys.dtype != jnp.uint8 and (keys.dtype != jnp.bfloat16 or q.dtype != jnp.bfloat16):
+        return f"keys are {keys.dtype} and queries {q.dtype}, the kernel takes packed keys and values that are both bfloat16"
     if q.shape[2:] != (HEADS, WIDTH):
         return f"queries have {q.shape[2]} heads of {q.shape[3]} channels, the kernel takes {HEADS} of {WIDTH}"
     page = keys.shape[1]
@@ -136,7 +136,7 @@ def _chunk(
 
 def _keys(keys: jax.Array, table: Any, entries: int, pool: Any, time: int) -> Keys:
     pages, page, _ = keys.shape
-    rows = keys.reshape(pages * page, ROW)
+    rows = keys.reshape(pages * page, -1)
     starts = jnp.arange(pages, dtype=jnp.int32)[:, None] * page if table is None else jnp.where(table < 0, -1, table * page)
     if pool is None:
         return Keys(rows, starts, page, entries)
@@ -152,9 +152,8 @@ def _keys(keys: jax.Array, table: Any, entries: int, pool: Any, time: int) -> Ke
 def _scoring(batch: int, time: int, size: int, pooled: bool) -> Scoring:
     if pooled or time == 1:
         return Scoring()
-    if time < 16:
-        return Scoring(queries=time, at_once=2 if time % 2 == 0 else 1, ctas=132)
-    return Scoring(queries=16, at_once=4, ctas=132)
+    queries = min(16, time + time % 2)
+    return Scoring(queries=queries, at_once=2 if queries % 4 else 4, ctas=132)
 
 
 def _slicing(rows: int, size: int) -> Slicing:

@@ -104,14 +104,55 @@ def unpack() -> str:
     return block(lines, words)
 
 
+def load(size: int, granule: int) -> str:
+    """A thread's part of 16 keys that are bfloat16 values, brought to fp16's range by a power of two each.
+
+    Results as `unpack`'s. Operands from $34 on: as `start_copy`'s first two, number of the first entry, lane.
+    """
+    lines = ["shr.u32 r, $37, 2; and.b32 c, $37, 3;"]
+    words = ["r", "c", "e", "g", "x", "y", "z", "most"]
+    for key in range(2):
+        words += [f"w{key}{i}" for i in range(16)]
+        lines += [f"mov.b32 w{key}{i}, 0;" for i in range(16)]
+        lines += [
+            f"add.u32 e, $36, r; {'add.u32 e, e, 8;' if key else ''} setp.lt.u32 p, e, {size};",
+            f"div.u32 g, e, {granule}; mul.lo.u32 x, g, {granule}; sub.u32 e, e, x; mad.wide.u32 a, g, 4, $35;",
+            "mov.b32 x, -1; @p ld.global.nc.b32 x, [a + 0]; setp.ge.s32 p, x, 0; add.u32 x, x, e;",
+            f"mad.wide.u32 a, x, {2 * WIDTH}, $34; mad.wide.u32 a, c, {WIDTH // 2}, a;",
+        ]
+        for i in range(4):
+            lines.append(f"@p ld.global.nc.v4.b32 {{{', '.join(f'w{key}{4 * i + j}' for j in range(4))}}}, [a + {16 * i}];")
+    for key in range(2):
+        lines.append("mov.b32 most, 0;")
+        lines += [f"and.b32 x, w{key}{i}, 0x7FFF7FFF; max.u16x2 most, most, x;" for i in range(16)]
+        lines.append("shr.u32 x, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, x;")
+        lines += [f"shfl.sync.bfly.b32 x|p, most, {step}, 31, -1; max.u32 most, most, x;" for step in (1, 2)]
+        lines.append("shr.u32 most, most, 7; max.u32 most, most, 16; sub.u32 x, 268, most; shl.b32 x, x, 23; mov.b32 f, x;")
+        lines.append(f"sub.u32 x, most, 14; shl.b32 ${32 + key}, x, 23;")
+        for i in range(4):
+            for pair in range(4):
+                for name, word in (("y", pair // 2), ("z", pair // 2 + 2)):
+                    half = (
+                        f"and.b32 {name}, w{key}{4 * i + word}, 0xFFFF0000;"
+                        if pair % 2
+                        else f"shl.b32 {name}, w{key}{4 * i + word}, 16;"
+                    )
+                    lines.append(half)
+                out = 4 * (2 * i + pair // 2) + 2 * (pair % 2) + key
+                lines.append(f"mov.b32 v, y; mul.f32 v, v, f; mov.b32 u, z; mul.f32 u, u, f; cvt.rn.f16x2.f32 ${out}, u, v;")
+    return block(lines, words, ".reg .b64 a; .reg .pred p; .reg .f32 f, u, v;")
+
+
 def prepare_query(wide: bool, wide_weights: bool) -> str:
     """A warpgroup writes a query's 32 heads as the product's second operand, each head brought to 2**14 .. 2**15, and weights.
 
     Operands: $0 global address of the query ``[32, 128]``, $1 of its weights ``[32]`` (float32 where ``wide``, else bfloat16), $2
     shared address of its 32 rows (128-byte swizzle, in the order of `channel`), $3 of its 32 float32 weights, $4 the thread's
-    number in the warpgroup. A weight takes what its head was divided by, and a half.
+    number in the warpgroup, $5 shared address for $6, $7 and $8: its first visible entry, how many there are, and its row of the
+    output or -1. A weight takes what its head was divided by, and a half.
     """
-    lines = ["shr.u32 n, $4, 2; and.b32 c, $4, 3;"]
+    lines = ["setp.eq.u32 p, $4, 0; mov.b32 x, 0; @p st.shared.v4.b32 [$5 + 0], {$6, $7, $8, x};"]
+    lines.append("shr.u32 n, $4, 2; and.b32 c, $4, 3;")
     words = ["n", "c", "x", "y", "t", "most", "other", "place", "swap", "d"]
     size = 4 if wide else 2
     lines.append(f"mul.lo.u32 x, n, {WIDTH * size}; mad.lo.u32 x, c, {32 * size}, x; mad.wide.u32 a, x, 1, $0;")
@@ -148,45 +189,76 @@ def prepare_query(wide: bool, wide_weights: bool) -> str:
     return block(lines, words, ".reg .b64 a; .reg .f32 f, g, k; .reg .pred p;")
 
 
-def finish(size: int, pool: bool) -> str:
-    """One query's scores of a tile, and the largest of each block of 8 of them, +inf for the newest visible entry's.
+def finish(size: int, pool: bool, queries: int) -> str:
+    """Scores of a tile for ``queries`` (1, 2 or 4), and the largest of each block of 8, +inf for the newest visible entry's.
 
-    Operands: $0-$15 the product's registers, $16 and $17 the keys' scales (float32), $18 shared address of the weights, $19 and
-    $20 the query's first visible entry and how many there are, $21 first place of the warp's 16 keys, $22 lane, $23 global
-    address of the query's ``size`` scores, a multiple of 64, $24 of its blocks' maxima, $25 (``pool``) of its
-    blocks' numbers; where there are none an entry's number is its place. What is not visible scores -inf.
+    Operands: the product's 16 registers of each query; the two keys' scales (float32); shared addresses of the first query's
+    weights and of what `prepare_query` says of it; first place of the warp's 16 keys; lane; global addresses of the scores (rows
+    of ``size``, a multiple of 64), of their blocks' maxima and (``pool``) of their blocks' numbers; else an entry's number is its
+    place. What is not visible scores -inf.
     """
-    lines = ["and.b32 c, $22, 3; mad.lo.u32 a, c, 8, $18; mov.f32 s0, 0f00000000; mov.f32 s1, 0f00000000;"]
-    for column in range(4):
-        lines.append(f"ld.shared.v2.f32 {{w0, w1}}, [a + {32 * column}];")
-        for key in range(2):
-            for side in range(2):
-                # Twice the rectified value is x + |x|, exactly; both run where multiplications do.
-                x = f"${4 * column + 2 * key + side}"
-                lines.append(f"abs.f32 t, {x}; add.f32 t, t, {x}; fma.rn.f32 s{key}, t, w{side}, s{key};")
-    lines += [
-        "and.b32 c, $22, 1; setp.ne.u32 odd, c, 0; selp.f32 v, s1, s0, odd; selp.f32 t, s0, s1, odd;",
-        "shfl.sync.bfly.b32 t|p, t, 1, 31, -1; add.f32 v, v, t; shfl.sync.bfly.b32 t|p, v, 2, 31, -1; add.f32 v, v, t;",
-        "selp.f32 t, $17, $16, odd; mul.f32 v, v, t;",
-        "shr.u32 r, $22, 2; mad.lo.u32 e, c, 8, r; add.u32 e, e, $21;",
-        "and.b32 x, $22, 2; setp.eq.u32 p, x, 0;",
-        f"setp.lt.and.u32 p, e, {size}, p; shr.u32 b, e, 3;",
-    ]
-    if pool:
-        lines += [
-            f"mov.b32 x, -1; mad.wide.u32 m, b, 4, $25; setp.lt.u32 q, e, {size}; @q ld.global.nc.b32 x, [m + 0];",
-            "setp.ge.s32 live, x, 0; mad.lo.u32 x, x, 8, r; sub.u32 x, x, $19; setp.lt.and.u32 live, x, $20, live;",
-        ]
+    of = 16 * queries
+    scales, (weights, spans, place, lane, out, best, numbers) = (f"${of}", f"${of + 1}"), (f"${of + i}" for i in range(2, 9))
+    lines = [f"and.b32 c, {lane}, 3; shr.u32 r, {lane}, 2; mad.lo.u32 a, c, 8, {weights};"]
+    sums = [[f"s{j}{key}" for key in range(2)] for j in range(queries)]
+    for j in range(queries):
+        for column in range(4):
+            lines.append(f"ld.shared.v2.f32 {{w0, w1}}, [a + {128 * j + 32 * column}];")
+            for key in range(2):
+                for side in range(2):
+                    # Twice the rectified value is x + |x|, exactly; both run where multiplications do.
+                    x = f"${16 * j + 4 * column + 2 * key + side}"
+                    lines.append(f"abs.f32 t, {x}; add.f32 t, t, {x};")
+                    first = column == side == 0
+                    lines.append(
+                        f"mul.f32 {sums[j][key]}, t, w0;" if first else f"fma.rn.f32 {sums[j][key]}, t, w{side}, {sums[j][key]};"
+                    )
+
+    def split(step: int, low: list[str], high: list[str]) -> list[str]:
+        """Sums over lanes that differ in ``step``: of ``low`` where the lane's own is 0, of ``high`` where it is 1."""
+        lines.append(f"and.b32 x, {lane}, {step}; setp.ne.u32 q, x, 0;")
+        for a, b in zip(low, high, strict=True):
+            lines.append(f"selp.f32 t, {a}, {b}, q; selp.f32 {a}, {b}, {a}, q; shfl.sync.bfly.b32 t|p, t, {step}, 31, -1;")
+            lines.append(f"add.f32 {a}, {a}, t;")
+        return low
+
+    # Each lane of a quad ends up with one query's sums of both keys, of one key, or twice so.
+    if queries == 4:
+        mine = split(1, split(2, sums[0] + sums[1], sums[2] + sums[3])[:2], (sums[0] + sums[1])[2:])
     else:
-        lines.append("sub.u32 x, e, $19; setp.lt.u32 live, x, $20;")
-    lines += [
-        "selp.f32 v, v, 0fFF800000, live; mad.wide.u32 m, e, 4, $23; @p st.global.f32 [m + 0], v;",
-        *(f"shfl.sync.bfly.b32 t|q, v, {step}, 31, -1; max.f32 v, v, t;" for step in (4, 8, 16)),
-        # A query is not restricted to blocks while it looks for them, so a block has its place for its number.
-        "add.u32 x, $19, $20; sub.u32 x, x, 1; shr.u32 x, x, 3; setp.eq.u32 q, x, b; setp.gt.and.s32 q, $20, 0, q;",
-        "selp.f32 v, 0f7F800000, v, q;",
-        "setp.eq.and.u32 p, r, 0, p; mad.wide.u32 m, b, 4, $24; @p st.global.f32 [m + 0], v;",
-    ]
-    return block(
-        lines, ["a", "c", "r", "e", "x", "b"], ".reg .f32 s0, s1, v, t, w0, w1; .reg .b64 m; .reg .pred p, q, odd, live;"
+        mine = split(2, sums[0], sums[1]) if queries == 2 else sums[0]
+        mine = split(1, mine[:1], mine[1:])
+        lines.append(f"and.b32 x, {lane}, 1; setp.ne.u32 q, x, 0; selp.f32 t, {scales[1]}, {scales[0]}, q;")
+        lines.append("mad.lo.u32 r, x, 8, r;")
+        scales = ("t",)
+    if queries == 1:
+        lines.append(f"shfl.sync.bfly.b32 w0|p, {mine[0]}, 2, 31, -1; add.f32 {mine[0]}, {mine[0]}, w0;")
+    lines.append({1: "mov.b32 c, 0;", 2: "shr.u32 c, c, 1;", 4: ""}[queries])
+    lines.append(f"mad.lo.u32 a, c, 16, {spans}; ld.shared.v4.b32 {{first, count, row, x}}, [a + 0];")
+    lines.append(f"mad.wide.u32 at, row, {4 * size}, {out}; mad.wide.u32 block, row, {size // 2}, {best};")
+    lines.append("add.u32 newest, first, count; sub.u32 newest, newest, 1; shr.u32 newest, newest, 3;")
+    lines.append(
+        f"setp.ge.s32 live, row, 0; {f'and.b32 x, {lane}, 2; setp.eq.and.u32 live, x, 0, live;' if queries == 1 else ''}"
     )
+    for i, (v, scale) in enumerate(zip(mine, scales, strict=True)):
+        lines.append(f"mul.f32 {v}, {v}, {scale}; add.u32 e, r, {place}; {'add.u32 e, e, 8;' if i else ''}")
+        lines.append(f"setp.lt.and.u32 p, e, {size}, live; shr.u32 b, e, 3;")
+        if pool:
+            lines += [
+                f"mov.b32 x, -1; mad.wide.u32 m, row, {size // 2}, {numbers}; mad.wide.u32 m, b, 4, m;",
+                "@p ld.global.nc.b32 x, [m + 0]; setp.ge.s32 q, x, 0; and.b32 n, e, 7; mad.lo.u32 x, x, 8, n;",
+                "sub.u32 x, x, first; setp.lt.and.u32 q, x, count, q;",
+            ]
+        else:
+            lines.append("sub.u32 x, e, first; setp.lt.u32 q, x, count;")
+        lines += [
+            f"selp.f32 {v}, {v}, 0fFF800000, q; mad.wide.u32 m, e, 4, at; @p st.global.f32 [m + 0], {v};",
+            *(f"shfl.sync.bfly.b32 w0|q, {v}, {step}, 31, -1; max.f32 {v}, {v}, w0;" for step in (4, 8, 16)),
+            # A query is not restricted to blocks while it looks for them, so a block has its place for its number.
+            "setp.eq.u32 q, newest, b; setp.gt.and.s32 q, count, 0, q;",
+            f"selp.f32 {v}, 0f7F800000, {v}, q; and.b32 x, e, 7; setp.eq.and.u32 p, x, 0, p;",
+            f"mad.wide.u32 m, b, 4, block; @p st.global.f32 [m + 0], {v};",
+        ]
+    words = ["a", "c", "r", "e", "x", "b", "n", "first", "count", "row", "newest"]
+    floats = ", ".join(["t", "w0", "w1", *(v for pair in sums for v in pair)])
+    return block(lines, words, f".reg .f32 {floats}; .reg .b64 m, at, block; .reg .pred p, q, live;")

@@ -20,7 +20,9 @@ from kernels_pallas.index_topk.sides import TILED, Interpreted, Native, Refs
 
 @dataclass(frozen=True)
 class Scoring:
-    """queries: of one CTA; at_once: of one product; warpgroups of a CTA; ctas of the grid; slots: tiles that copies run ahead."""
+    """queries: of one CTA; at_once: of one product, 1, 2 or 4, of which ``queries`` is a multiple; warpgroups of a CTA; ctas of
+    the grid; slots: tiles that copies run ahead.
+    """
 
     queries: int = 1
     at_once: int = 1
@@ -31,7 +33,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where stored keys lie: rows uint8 ``[R, 68]``, of which queries have ``size`` entries in granules of ``granule``.
+    """Where keys lie: rows uint8 ``[R, 68]`` or bfloat16 ``[R, 128]``; queries have ``size`` entries in granules of ``granule``.
 
     starts int32 ``[B, g]``, or ``[B * T, g]`` with pool: the row of each granule's first entry, negative where it is absent. pool
     int32 ``[B * T, size / 8]``: which blocks of 8 entries a query's granules are, -1 for none, size a multiple of 64; None where
@@ -64,8 +66,11 @@ def scores(
     pooled = stored.pool is not None
     queries = 1 if pooled else scoring.queries
     at_once = min(scoring.at_once, queries)
+    if at_once not in (1, 2, 4) or queries % at_once:
+        raise ValueError(f"at_once: found {at_once}, allowed are 1, 2 and 4, of which {queries} queries are a multiple")
     groups = -(-time // queries)
-    workers, slots = scoring.warpgroups, scoring.slots
+    # Values are read from device memory as they are needed: their bytes would not leave room for queries.
+    workers, slots = scoring.warpgroups, scoring.slots if stored.rows.dtype == jnp.uint8 else 0
     parts = max(1, min(scoring.ctas // (batch * groups), -(-stored.size // (TILE * workers))))
     stride = parts * workers
     pitch = -(-stored.size // TILE) * TILE
@@ -92,19 +97,25 @@ def scores(
         refs = Refs(stored, slots, workers, q_ref, w_ref, rows_ref, starts_ref, pool_ref, out_ref, best_ref, *scratch)
         side = Native(refs) if interpret is None else Interpreted(refs)
         for j in range(queries):
-            pl.when(own == j % workers)(lambda j=j: side.query(row + jnp.minimum(j, left - 1), j))
+            number, there = row + jnp.minimum(j, left - 1), jnp.where(j < left, row + j, -1)
+            pl.when(own == j % workers)(lambda args=(number, j, spans[j], there): side.query(*args))
         side.begin()
         for slot in range(slots):
             pl.when(slot < turns)(lambda slot=slot: side.copy(source, worker + slot * stride, jnp.int32(slot)))
 
         def turn(i, _):
-            tile, slot = worker + i * stride, lax.rem(i, slots)
+            tile, slot = worker + i * stride, lax.rem(i, max(slots, 1))
             a, scale = side.keys(source, tile, i, slot)
-            pl.when(i + slots < turns)(lambda: side.copy(source, tile + slots * stride, slot))
-            for chunk in range(0, queries, at_once):
-                acc = side.product(a, refs.q_smem.at[pl.ds(chunk * HEADS, at_once * HEADS)])
-                side.finish(acc, scale, chunk, tile, spans[chunk : chunk + at_once], row, left)
-            return 0
+            if slots:
+                pl.when(i + slots < turns)(lambda: side.copy(source, tile + slots * stride, slot))
+
+            def some(chunk, _):
+                acc = side.product(a, refs.q_smem.at[chunk])
+                side.finish(acc, scale, chunk, tile, spans, row, left)
+                return 0
+
+            # A loop: unrolled, the compiler spills zeros for the products to come, and waits after each instruction.
+            return lax.fori_loop(0, queries // at_once, some, 0)
 
         lax.fori_loop(0, turns, turn, 0)
 
@@ -113,10 +124,11 @@ def scores(
         body,
         out_type=(shape((batch * time, pitch), jnp.float32), shape((batch * time, pitch // BLOCK), jnp.float32)),
         scratch_types=(
-            plgpu.SMEM((queries * HEADS, WIDTH), jnp.float16, transforms=TILED),
+            plgpu.SMEM((queries // at_once, at_once * HEADS, WIDTH), jnp.float16, transforms=TILED),
             plgpu.SMEM((queries * HEADS,), jnp.float32),
-            plgpu.SMEM((warps * slots * WARP_BYTES // 4,), jnp.int32),
-            plgpu.SMEM((2 * warps * slots,), jnp.int32),
+            plgpu.SMEM((4 * queries,), jnp.int32),
+            plgpu.SMEM((max(warps * slots * WARP_BYTES // 4, 4),), jnp.int32),
+            plgpu.SMEM((max(2 * warps * slots, 4),), jnp.int32),
             plgpu.Barrier(num_arrivals=workers),
         ),
         grid=(batch * groups, parts),

@@ -22,7 +22,7 @@ TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # py
 
 @dataclass(frozen=True)
 class Refs:
-    """What a CTA of ``workers`` warpgroups reads and writes; the barrier is the interpreter's."""
+    """What a CTA of ``workers`` warpgroups reads and writes; the barrier is the interpreter's. Without slots, no copies."""
 
     stored: Any
     slots: int
@@ -36,6 +36,7 @@ class Refs:
     best: Any
     q_smem: Any
     weights_smem: Any
+    spans: Any
     ring: Any
     barriers: Any
     ready: Any
@@ -76,20 +77,21 @@ class Native:
         """Shared address of one of the warp's slots of ``size`` bytes."""
         return _mad(_mad(_warp(), self.refs.slots, slot), size, shared_address(ref))
 
-    def query(self, number: Any, place: int) -> None:
-        """The warpgroup writes a query and its weights to their place in shared memory."""
+    def query(self, number: Any, place: int, span: tuple, row: Any) -> None:
+        """The warpgroup writes a query, its weights, its span and its row of the output to their places in shared memory."""
         refs = self.refs
         wide, wide_weights = (a.dtype == jnp.float32 for a in (refs.q, refs.weights))
-        kinds = [plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED), plgpu.RefType()]
+        kinds = [plgpu.RefType(), plgpu.RefType(), plgpu.RefType(TILED), plgpu.RefType(), plgpu.RefType()]
 
-        @inline([refs.q, refs.weights, refs.q_smem, refs.weights_smem], [number], kinds)
+        @inline([refs.q, refs.weights, refs.q_smem, refs.weights_smem, refs.spans], [number, *span, row], kinds)
         def _(refs: Any, numbers: Any) -> tuple[str, list]:
-            q, weights, q_smem, weights_smem = refs
+            q, weights, q_smem, weights_smem, spans = refs
             args = [global_address(q, (numbers[0], HEADS * WIDTH // (1 if wide else 2)))]
             args.append(global_address(weights, (numbers[0], HEADS // (1 if wide_weights else 2))))
             args.append(arith.addi(shared_address(q_smem), _c(2 * place * HEADS * WIDTH)))
             args.append(arith.addi(shared_address(weights_smem), _c(4 * place * HEADS)))
-            return keys.prepare_query(wide, wide_weights), [*args, _low(thread_number(), 127)]
+            args += [_low(thread_number(), 127), arith.addi(shared_address(spans), _c(16 * place)), *numbers[1:]]
+            return keys.prepare_query(wide, wide_weights), args
 
     def begin(self) -> None:
         """Sets up barriers; after it the queries are there for everyone."""
@@ -119,13 +121,19 @@ class Native:
             plgpu.ShapeDtypeStruct(shape, dtype, layout=layout[0])
             for shape, dtype, layout in zip(shapes, dtypes, layouts, strict=True)
         )
-        place: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR), return_type=result)
+        place: Any = plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[SCALAR] * 4), return_type=result)
 
-        def build(ctx: Any, ring: Any, barriers: Any, turn: Any, slot: Any) -> tuple:
-            turn, slot = turn.registers.item(), slot.registers.item()
-            parity = _low(arith.divui(turn, _c(self.refs.slots)), 1)
-            assembly(keys.wait(), [self._slot(barriers, slot, 8), parity], [])
-            words = assembly(keys.unpack(), [self._slot(ring, slot, WARP_BYTES), _lane()], [ir.IntegerType.get_signless(32)] * 34)
+        def build(ctx: Any, ring: Any, barriers: Any, rows: Any, starts: Any, *numbers: Any) -> tuple:
+            source, tile, turn, slot = (number.registers.item() for number in numbers)
+            types = [ir.IntegerType.get_signless(32)] * 34
+            if self.refs.slots:
+                parity = _low(arith.divui(turn, _c(self.refs.slots)), 1)
+                assembly(keys.wait(), [self._slot(barriers, slot, 8), parity], [])
+                words = assembly(keys.unpack(), [self._slot(ring, slot, WARP_BYTES), _lane()], types)
+            else:
+                stored = self.refs.stored
+                args = [global_address(rows), global_address(starts, (source, stored.starts.shape[1])), _place(tile), _lane()]
+                words = assembly(keys.load(stored.size, stored.granule), args, types)
             kinds = ir.VectorType.get((2,), ir.F16Type.get()), ir.VectorType.get((1,), ir.F32Type.get())
             arrays = []
             for part, kind, shape, layout in zip((words[:32], words[32:]), kinds, shapes, layouts, strict=True):
@@ -135,7 +143,8 @@ class Native:
                 arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=layout[1], _is_signed=None))
             return tuple(arrays)
 
-        return place(build)(self.refs.ring, self.refs.barriers, turn, slot)
+        refs = self.refs
+        return place(build)(refs.ring, refs.barriers, refs.rows, refs.starts, source, tile, turn, slot)
 
     def product(self, a: Any, q: Any) -> Any:
         """Keys times queries, ``[64, heads]`` float32."""
@@ -146,31 +155,25 @@ class Native:
 
         return pl.run_scoped(multiply, plgpu.ACC((TILE, q.shape[0]), jnp.float32))
 
-    def finish(self, acc: Any, scale: Any, chunk: int, tile: Any, spans: list, row: Any, left: Any) -> None:
-        """Writes the scores of the queries that ``acc`` has: those from ``chunk`` on of the CTA's, which begin at ``row``."""
-        pitch = self.refs.out.shape[1]
-        refs = [self.refs.weights_smem, self.refs.out, self.refs.best, *([] if self.refs.pool is None else [self.refs.pool])]
-        # A query past the last writes nowhere.
-        ends = [jnp.where(chunk + j < left, 0, pitch) for j in range(len(spans))]
-        numbers = [number for span, end in zip(spans, ends, strict=True) for number in (*span, end)]
+    def finish(self, acc: Any, scale: Any, chunk: Any, tile: Any, spans: list, row: Any, left: Any) -> None:
+        """Writes the scores of the queries that ``acc`` has: the CTA's, which begin at ``row``, in parts of so many."""
+        refs, pool = self.refs, self.refs.pool
+        inputs = [refs.weights_smem, refs.spans, refs.out, refs.best, *([] if pool is None else [pool])]
         arrays = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1))
-        place: Any = plgpu.inline_mgpu(arg_types=(*arrays, [plgpu.RefType() for _ in refs], [SCALAR] * (len(numbers) + 2)))
+        place: Any = plgpu.inline_mgpu(arg_types=(*arrays, [plgpu.RefType() for _ in inputs], SCALAR, SCALAR))
+        queries = acc.shape[1] // HEADS
 
-        def build(ctx: Any, acc: Any, scale: Any, refs: Any, numbers: Any) -> None:
-            tile, row, *spans = (array.registers.item() for array in numbers)
-            weights, out, best, *pool = refs
-            columns = [llvm.extractelement(register, _c(i)) for register in acc.registers.flat for i in range(2)]
-            scales = [llvm.bitcast(ir.F32Type.get(), register) for register in scale.registers.flat]
-            for j in range(len(spans) // 3):
-                number = arith.addi(row, _c(chunk + j))
-                first, count, end = spans[3 * j : 3 * j + 3]
-                args = [*columns[16 * j : 16 * (j + 1)], *scales]
-                args.append(arith.addi(shared_address(weights), _c(4 * (chunk + j) * HEADS)))
-                args += [first, count, arith.maxsi(_place(tile), end), _lane(), global_address(out, (number, pitch))]
-                args += [global_address(ref, (number, pitch // BLOCK)) for ref in (best, *pool)]
-                assembly(keys.finish(pitch, bool(pool)), args, [])
+        def build(ctx: Any, acc: Any, scale: Any, inputs: Any, chunk: Any, tile: Any) -> None:
+            weights, held, *outputs = inputs
+            chunk = chunk.registers.item()
+            args = [llvm.extractelement(register, _c(i)) for register in acc.registers.flat for i in range(2)]
+            args += [llvm.bitcast(ir.F32Type.get(), register) for register in scale.registers.flat]
+            args.append(_mad(chunk, 4 * queries * HEADS, shared_address(weights)))
+            args.append(_mad(chunk, 16 * queries, shared_address(held)))
+            args += [_place(tile.registers.item()), _lane(), *(global_address(ref) for ref in outputs)]
+            assembly(keys.finish(refs.out.shape[1], pool is not None, queries), args, [])
 
-        place(build)(acc, scale, refs, [tile, row, *numbers])
+        place(build)(acc, scale, inputs, chunk, tile)
 
 
 class Interpreted:
@@ -179,13 +182,14 @@ class Interpreted:
     def __init__(self, refs: Refs):
         self.refs = refs
 
-    def query(self, number: Any, place: int) -> None:
+    def query(self, number: Any, place: int, span: tuple, row: Any) -> None:
         q = self.refs.q[number].astype(jnp.float32)
         exponent = jnp.frexp(jnp.max(jnp.abs(q), axis=1))[1] - 15
-        rows = pl.ds(place * HEADS, HEADS)
         order = keys.channel(jnp.arange(WIDTH, dtype=jnp.int32))
-        self.refs.q_smem[rows] = jnp.ldexp(q, -exponent[:, None])[:, order].astype(jnp.float16)
-        self.refs.weights_smem[rows] = jnp.ldexp(self.refs.weights[number].astype(jnp.float32), exponent)
+        chunk, at = divmod(place * HEADS, self.refs.q_smem.shape[1])
+        self.refs.q_smem[chunk, pl.ds(at, HEADS)] = jnp.ldexp(q, -exponent[:, None])[:, order].astype(jnp.float16)
+        weights = jnp.ldexp(self.refs.weights[number].astype(jnp.float32), exponent)
+        self.refs.weights_smem[pl.ds(place * HEADS, HEADS)] = weights
 
     def begin(self) -> None:
         plgpu.barrier_arrive(self.refs.ready)
@@ -201,24 +205,30 @@ class Interpreted:
         start = self.refs.starts[source][place // stored.granule]
         there = (start >= 0) & (entry < stored.size)
         rows = self.refs.rows[...][jnp.where(there, start + place % stored.granule, 0)]
-        top = jnp.where(there, jnp.max(rows[:, WIDTH // 2 :], axis=1).astype(jnp.int32), 127)
-        values = jnp.ldexp(row_values(rows, INDEX_KEY, jnp.float32), 127 - top[:, None])
+        if rows.dtype == jnp.uint8:
+            top = jnp.where(there, jnp.max(rows[:, WIDTH // 2 :], axis=1).astype(jnp.int32) - 127, 0)
+        else:
+            top = jnp.frexp(jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1))[1] - 15
+        values = jnp.ldexp(row_values(rows, INDEX_KEY, jnp.float32), -top[:, None])
         order = keys.channel(jnp.arange(WIDTH, dtype=jnp.int32))
-        return jnp.where(there[:, None], values, 0.0)[:, order].astype(jnp.float16), jnp.ldexp(jnp.float32(1), top - 127)
+        return jnp.where(there[:, None], values, 0.0)[:, order].astype(jnp.float16), jnp.ldexp(jnp.float32(1), top)
 
     def product(self, a: Any, q: Any) -> Any:
         # The interpreter's matrix instruction takes no operand in registers.
         return jnp.dot(a.astype(jnp.float32), q[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
-    def finish(self, acc: Any, scale: Any, chunk: int, tile: Any, spans: list, row: Any, left: Any) -> None:
+    def finish(self, acc: Any, scale: Any, chunk: Any, tile: Any, spans: list, row: Any, left: Any) -> None:
         refs = self.refs
         entry = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        for j, (first, count) in enumerate(spans):
+        queries = acc.shape[1] // HEADS
+        firsts, counts = (jnp.stack(numbers) for numbers in zip(*spans, strict=True))
+        for j in range(queries):
+            place = chunk * queries + j
 
-            @pl.when(chunk + j < left)
-            def _(j: int = j, first: Any = first, count: Any = count) -> None:
-                number = row + chunk + j
-                weights = refs.weights_smem[pl.ds((chunk + j) * HEADS, HEADS)]
+            @pl.when(place < left)
+            def _(j: int = j, place: Any = place) -> None:
+                number, first, count = row + place, firsts[place], counts[place]
+                weights = refs.weights_smem[pl.ds(place * HEADS, HEADS)]
                 values = jnp.sum(jnp.maximum(acc[:, j * HEADS : (j + 1) * HEADS], 0) * weights[None], axis=1) * scale
                 name = entry
                 if refs.pool is not None:

@@ -173,6 +173,9 @@ class Cta:
             self._set(args[0], a.astype(kind.replace("u", "uint")) * b + self._value(args[3], kind), where)
         elif kind == "pred":
             self._set(args[0], _PLAIN[op](*(self.registers[a].astype(bool) for a in args[1:])), where)
+        elif kind == "u16x2":
+            a, b = (self._value(arg).view(np.uint16) for arg in args[1:])
+            self._set(args[0], _PLAIN[op](a, b).view(np.uint32), where)
         else:
             a, b = (self._value(arg, kind.replace("b", "u")) for arg in args[1:])
             self._set(args[0], _PLAIN[op](a, b).view(np.uint32), where)

@@ -1,5 +1,6 @@
 """`index_topk`: reference against float64, kernels against the reference in the interpreter, real shapes lowered."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,8 +11,10 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from dsv41 import indexer, site
+from dsv41.config import preset
 from dsv41.layout import make_layout
 from dsv41.numerics import Policy
+from dsv41.params import abstract_params, text_specs
 from dsv41.plan import layer_plans
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from kernels_pallas import registry
@@ -85,7 +88,7 @@ def test_gpu_kernel_interpreted(name):
     case = cases.SMALL[name]
     args, options = arguments(case), cases.options(case)
     want = jax.jit(partial(reference.run, **options))(*args)
-    queries = 1 if case.pool or case.queries == 1 else 2
+    queries = 1 if case.pool else {1: 1, 5: 4}.get(case.queries, 2)
     tiling = Tiling(Scoring(queries, queries, warpgroups=2, ctas=4), Slicing(128, 4))
     got = jax.jit(partial(gpu.run, **options, tiling=tiling, interpret=gpu_interpreter()))(*args)
     for g, w in zip(got, want, strict=True):
@@ -93,6 +96,23 @@ def test_gpu_kernel_interpreted(name):
         if w is not None:
             np.testing.assert_array_equal(g, w)
     assert not gpu_races()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(batch=2, queries=5, entries=200, topk=32, keep=8, start=True), Case(batch=2, queries=2, entries=208, topk=40, pool=12)],
+    ids=["candidates found", "pool"],
+)
+def test_values_interpreted(case):
+    """Keys that are bfloat16 values of bfloat16 queries."""
+    args, options = arguments(case), cases.options(case)
+    args = (*args[:2], row_values(args[2], INDEX_KEY, jnp.bfloat16), *args[3:])
+    assert gpu.left_to_xla(args[0], args[2], None, args[6], case.keep, 8) is None
+    tiling = Tiling(Scoring(1 if case.pool else 4, 4, warpgroups=2, ctas=4), Slicing(128, 4))
+    got = jax.jit(partial(gpu.run, **options, tiling=tiling, interpret=gpu_interpreter()))(*args)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(partial(reference.run, **options))(*args))
+    text = jax.jit(partial(gpu.run, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and not gpu_races()
 
 
 def test_chunks_of_queries_change_nothing():
@@ -176,8 +196,10 @@ def test_what_is_left_to_xla(change, said):
     case = Case(**change)
     q, _, keys, _, _, table, pool = cases.abstract(case)
     assert said in (gpu.left_to_xla(q, keys, table, pool, case.keep, case.block) or "")
-    values = jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)
-    assert "float32" in (gpu.left_to_xla(q, values, None, None, 0, 8) or "")
+    for dtype, reason in ((jnp.float32, "keys are float32"), (jnp.bfloat16, "queries float32")):
+        q, values = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 1, 32, 128), (1, 64, 128)))
+        q = q if dtype == jnp.float32 else jax.ShapeDtypeStruct(q.shape, jnp.float32)
+        assert reason in (gpu.left_to_xla(q, values, None, None, 0, 8) or "")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +208,7 @@ def test_what_is_left_to_xla(change, said):
         (Case(queries=3, entries=135, topk=32, keep=4, start=True), jnp.bfloat16),
         (Case(batch=2, queries=2, entries=210, heads=8, width=32, topk=256, dtype="float32"), jnp.float32),
         (Case(batch=2, queries=2, entries=120, heads=16, width=64, topk=40, pool=6, block=10), jnp.uint8),
-        (Case(batch=2, entries=400, topk=40, pool=12), jnp.bfloat16),
+        (Case(batch=2, entries=400, topk=40, pool=12, dtype="float32"), jnp.float32),
     ],
     ids=["values, candidates found", "fewer than wanted", "packed, another width, pool", "values, pool fetched"],
 )
@@ -266,3 +288,42 @@ def test_the_site_with_the_op_is_the_site_without(monkeypatch):
     )
     largest = jnp.abs(jnp.where(some, scores, 0)).max()
     np.testing.assert_allclose(jnp.where(some, again, 0), jnp.where(some, scores, 0), rtol=0, atol=1e-6 * largest)
+
+
+@pytest.mark.pitfall("B12")
+@pytest.mark.parametrize("quantised", [False, True], ids=["values", "stored"])
+@pytest.mark.parametrize("role", ["publishes", "consumes"])
+def test_on_a_gpu_the_site_neither_sorts_nor_holds_all_scores(monkeypatch, quantised, role):
+    """Selection and gradients of 8192 queries over as many keys, release width: nothing is sorted, and no array has
+    more bytes than the op's or the picked scores' bound, beyond the queries and what is selected."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, time = preset("slice"), 8192
+    policy = Policy(jnp.bfloat16, quantize_index=quantised)
+    plan = next(plan for plan in layer_plans(config) if plan.pool == role)
+    attn = abstract_params(text_specs(config)).layers[plan.layer].attn
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, time, *s), dtype)  # noqa: E731
+    blocks = shape(config.candidate_topk_blocks, dtype=jnp.int32) if role == "consumes" else None
+
+    def loss(params, x, latent, keys, blocks):
+        layout = make_layout(jnp.ones((1, time), jnp.int32))
+        params = replace(attn, indexer=params)
+        shared, picked = site.choose(
+            x, latent, params, plan, site.Shared(index_k=keys, pool=blocks), layout, config, policy, None
+        )
+        return jnp.sum(picked**2), shared
+
+    x, latent, keys = shape(config.hidden_size), shape(config.q_lora_rank), shape(config.index_head_dim)
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 3), has_aux=True))(attn.indexer, x, latent, keys, blocks)
+    names, sizes = set(), []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            names.add(str(equation.primitive))
+            sizes.extend(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars if hasattr(v.aval, "dtype"))
+            for inner in jaxprs_in_params(equation.params):
+                walk(inner)
+
+    walk(traced.jaxpr)
+    queries = time * config.index_n_heads * config.index_head_dim * 4
+    assert not {"top_k", "sort"} & names and "inline_mgpu_p" in names
+    assert max(sizes) <= max(gpu.BOUND, queries, 2 * indexer.PICKED_BYTES) < time * time * 4

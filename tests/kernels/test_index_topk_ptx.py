@@ -90,8 +90,8 @@ def test_counts_at_the_edges(count):
     pick(np.random.default_rng(2).standard_normal(256).astype(np.float32), 32, 64, 4, "ids", count=count)
 
 
-PLACES = {"rows": 0, "starts": 16000, "q": 16384, "weights": 24000, "out": 26000, "best": 27000, "pool": 28000}  # words
-QUERY, SIDE, RING, BARRIERS = 1024, 12288, 16384, 28000  # bytes of shared memory
+PLACES = {"rows": 0, "starts": 16000, "q": 16384, "weights": 32768, "out": 33000, "best": 34000, "pool": 35000}  # words
+QUERY, SIDE, SPANS, RING, BARRIERS = 1024, 36864, 37888, 38912, 43520  # bytes of shared memory
 
 
 def operand(words):
@@ -107,34 +107,46 @@ def operand(words):
     return a
 
 
-def query_operand(shared):
+def query_operand(shared, queries):
     """The second operand as the tensor cores read it: rows of 64 numbers, 16-byte pieces swizzled over eight rows."""
-    n, k = np.arange(HEADS)[:, None], np.arange(WIDTH)[None]
+    n, k = np.arange(queries * HEADS)[:, None], np.arange(WIDTH)[None]
     at = (n // 8 * 2 + k // 64) * 1024 + n % 8 * 128 + ((k % 64 // 8) ^ (n % 8)) * 16 + k % 8 * 2
     return shared.view(np.float16)[(QUERY + at) // 2]
 
 
 @pytest.mark.parametrize(
-    ("pool", "wide", "first", "count", "size", "scales"),
+    ("queries", "pool", "wide", "first", "count", "size", "scales"),
     [
-        (False, False, 0, 128, 128, (115, 121)),
-        (False, True, 3, 50, 72, (115, 121)),
-        (True, False, 0, 300, 128, (115, 121)),
-        (True, True, 50, 90, 128, (115, 121)),
-        (False, False, 0, 0, 72, (115, 121)),
-        (False, False, 0, 72, 72, (2, 14)),
-        (False, False, 0, 72, 72, (100, 123)),
+        (1, False, False, 0, 128, 128, (115, 121)),
+        (1, False, True, 3, 50, 72, (115, 121)),
+        (1, True, False, 0, 300, 128, (115, 121)),
+        (1, True, True, 50, 90, 128, (115, 121)),
+        (1, False, False, 0, 0, 72, (115, 121)),
+        (1, False, False, 0, 72, 72, (2, 14)),
+        (1, False, False, 0, 72, 72, (100, 123)),
+        (2, False, True, 5, 60, 72, (115, 121)),
+        (4, False, False, 3, 100, 128, (115, 121)),
+        (4, False, True, 0, 60, 72, (115, 121)),
+        (1, False, False, 3, 60, 72, "values"),
+        (1, True, False, 50, 90, 128, "values"),
+        (4, False, False, 0, 128, 128, "values"),
     ],
 )
-def test_tiles_of_keys(pool, wide, first, count, size, scales):
-    """Copy, unpacking, the query's side and the last step of tiles, with numpy for the product. float32 sums of 32 heads: 2**-24
-    each, of the largest score; scales that differ by 2**23 at most lose nothing before that."""
+def test_tiles_of_keys(queries, pool, wide, first, count, size, scales):
+    """Copy, unpacking, the queries' side and the last step of tiles, with numpy for the product; of four queries the third is not
+    there. float32 sums of 32 heads: 2**-24 each, of the largest score; scales within 2**23 of each other lose nothing before, nor
+    do values within 2**28, whose scores are compared over the largest of their own key."""
     rng = np.random.default_rng(3)
-    rows = rng.integers(0, 256, (200, ROW)).astype(np.uint8)
-    rows[:, WIDTH // 2 :] = rng.integers(*scales, (200, 4))
-    q = rng.standard_normal((HEADS, WIDTH)) * np.exp(2 * rng.standard_normal((HEADS, 1)))
-    q[5] = 0
-    q, weights = (np.array(jnp.asarray(a, jnp.bfloat16).astype(jnp.float32)) for a in (q, rng.standard_normal(HEADS)))
+    if scales == "values":
+        rows = rng.standard_normal((200, WIDTH)) * np.exp(20 * rng.standard_normal((200, 1)))
+        rows = jnp.asarray(rows, jnp.bfloat16).at[7].set(0)
+    else:
+        rows = rng.integers(0, 256, (200, ROW)).astype(np.uint8)
+        rows[:, WIDTH // 2 :] = rng.integers(*scales, (200, 4))
+    q = rng.standard_normal((queries, HEADS, WIDTH)) * np.exp(2 * rng.standard_normal((queries, HEADS, 1)))
+    q[:, 5] = 0
+    weights = rng.standard_normal((queries, HEADS))
+    q, weights = (np.array(jnp.asarray(a, jnp.bfloat16).astype(jnp.float32)) for a in (q, weights))
     if pool:
         starts = 8 * rng.integers(0, 24, size // BLOCK).astype(np.int32)
         starts[3] = -1
@@ -148,50 +160,68 @@ def test_tiles_of_keys(pool, wide, first, count, size, scales):
         words = (words >> 16).astype(np.uint16).view(np.uint32) if narrow else words
         memory[PLACES[name] : PLACES[name] + len(words)] = words
 
-    put("rows", rows)
+    put("rows", np.asarray(rows))
     put("starts", starts)
     put("q", q, not wide)
     put("weights", weights, not wide)
     if pool:
         put("pool", numbers)
     at = {name: 4 * place for name, place in PLACES.items()}
-    shared = np.full(8000, 0x7FC07FC0, np.uint32)  # NaN
+    shared = np.full(11000, 0x7FC07FC0, np.uint32)  # NaN
     thread = np.arange(128)
     lane, warp = thread % 32, thread // 32
     cta = Cta(128, memory, shared)
-    cta.run(keys.prepare_query(wide, wide), [at["q"], at["weights"], QUERY, SIDE, thread])
-    granule = BLOCK if pool else size
-    for tile in range(-(-size // TILE)):
+    each = 4 if wide else 2
+    spans = [(first + 7 * j, max(count - 20 * j, 0)) for j in range(queries)]
+    for j, span in enumerate(spans):
+        operands = [at["q"] + each * j * HEADS * WIDTH, at["weights"] + each * j * HEADS, QUERY + 2 * j * HEADS * WIDTH]
+        operands += [SIDE + 4 * j * HEADS, thread, SPANS + 16 * j, *span, -1 if j == 2 else j]
+        cta.run(keys.prepare_query(wide, wide), operands)
+    granule, pitch = BLOCK if pool else size, TILE * -(-size // TILE)
+    for tile in range(pitch // TILE):
         place = tile * TILE + warp * WARP
         ring, barrier = RING + warp * WARP_BYTES, BARRIERS + warp * 8
-        cta.run(keys.start_copy(size, granule), [at["rows"], at["starts"], ring, barrier, place, lane])
-        cta.run(keys.wait(), [barrier, 0])
-        cta.run(keys.unpack(), [np.zeros(128)] * 34 + [ring, lane])
+        if scales == "values":
+            cta.run(keys.load(size, granule), [np.zeros(128)] * 34 + [at["rows"], at["starts"], place, lane])
+        else:
+            cta.run(keys.start_copy(size, granule), [at["rows"], at["starts"], ring, barrier, place, lane])
+            cta.run(keys.wait(), [barrier, 0])
+            cta.run(keys.unpack(), [np.zeros(128)] * 34 + [ring, lane])
         words = [cta.registers[f"%{i}"].astype(np.uint32) for i in range(34)]
+        b = query_operand(shared, queries).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            product = (operand(words).astype(np.float64) @ query_operand(shared).astype(np.float64).T).astype(np.float32)
+            product = (operand(words).astype(np.float64) @ b.T).astype(np.float32)
         registers = []
-        for column in range(4):
+        for column in range(4 * queries):
             for half in range(2):
                 for side in range(2):
                     at_row, at_column = 16 * warp + lane // 4 + 8 * half, 8 * column + 2 * (lane % 4) + side
                     registers.append(product[at_row, at_column].view(np.uint32))
-        operands = [*registers, words[32], words[33], SIDE, first, count, place, lane, at["out"], at["best"], at["pool"]]
+        operands = [*registers, words[32], words[33], SIDE, SPANS, place, lane, at["out"], at["best"], at["pool"]]
         with np.errstate(invalid="ignore"):
-            cta.run(keys.finish(TILE * -(-size // TILE), pool), operands)
+            cta.run(keys.finish(pitch, pool, queries), operands)
     entry = np.arange(size)
     start = starts[entry // granule]
     name = entry if numbers is None else np.where(start < 0, -1, numbers[entry // 8] * 8 + entry % 8)
     values = np.asarray(row_values(jnp.asarray(rows), INDEX_KEY, jnp.float32), np.float64)[np.maximum(start, 0) + entry % granule]
-    want = np.sum(np.maximum(values @ q.astype(np.float64).T, 0) * weights, axis=1)
-    seen = (name >= first) & (name < first + count)
-    got = memory[PLACES["out"] :].view(np.float32)[:size]
-    np.testing.assert_array_equal(np.isfinite(got), seen)
-    assert np.all(got[~seen] == -np.inf)
-    if seen.any():
-        np.testing.assert_allclose(got[seen], want[seen], rtol=0, atol=5e-7 * np.abs(want[seen]).max())
-    if not pool:
-        blocks = got.reshape(-1, BLOCK).max(axis=1)
-        if count:
-            blocks[(first + count - 1) // BLOCK] = np.inf
-        np.testing.assert_array_equal(memory[PLACES["best"] :].view(np.float32)[: size // BLOCK], blocks)
+    for j, (begin, number) in enumerate(spans):
+        got = memory[PLACES["out"] + j * pitch :].view(np.float32)[:size]
+        if j == 2:
+            assert np.all(got.view(np.uint32) == 7)
+            continue
+        want = np.sum(np.maximum(values @ q[j].astype(np.float64).T, 0) * weights[j], axis=1)
+        seen = (name >= begin) & (name < begin + number)
+        np.testing.assert_array_equal(np.isfinite(got), seen)
+        assert np.all(got[~seen] == -np.inf)
+        if seen.any():
+            # Keys of values are of very different sizes.
+            size_of = np.abs(values).max(axis=1) if scales == "values" else np.ones(size)
+            size_of = np.where(size_of > 0, size_of, 1)
+            got_each, want_each = got[seen] / size_of[seen], want[seen] / size_of[seen]
+            np.testing.assert_allclose(got_each, want_each, rtol=0, atol=5e-7 * np.abs(want_each).max())
+        if not pool:
+            blocks = got.reshape(-1, BLOCK).max(axis=1)
+            if number:
+                blocks[(begin + number - 1) // BLOCK] = np.inf
+            best = memory[PLACES["best"] + j * pitch // BLOCK :].view(np.float32)
+            np.testing.assert_array_equal(best[: size // BLOCK], blocks)
