@@ -84,7 +84,7 @@ def recall(model: Model, policy: Policy, task: str, length: int, hay: np.ndarray
         right = []
         for start in range(0, options.rows, size):
             rng = np.random.default_rng((options.seed, TASKS.index(task), length, n, start))
-            first = rng.integers(0, max(len(hay) - length, 1), size)
+            first = rng.integers(0, max(len(hay) - length, 1), size).tolist()
             made = [make_row(task, _stretch(hay, at, length), length, model.config.vocab_size, depth, rng) for at in first]
             batch = to_task_batch(made)
             right.append(task_accuracy(answer(batch), batch)[: options.rows - start])
