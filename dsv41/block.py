@@ -33,7 +33,7 @@ class BlockOutput:
 
 @struct.dataclass
 class Tokens:
-    """The batch as every layer sees it: ids ``[B, T]``, layout, and the Engram rows of each table."""
+    """The batch as every layer sees it: ids ``[B, T]``, layout, and the Engram rows of each table, by number or fetched."""
 
     ids: jax.Array
     layout: Layout

@@ -33,7 +33,7 @@ class Bench:
     what: tyro.conf.Positional[Literal["kernels", "explain"]]
     """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case."""
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """mega_mhc or sparse_attention; after explain also, for example, queries=128 heads=64."""
+    """Ops by name, such as sparse_attention; after explain also, for example, queries=128 heads=64."""
     out: Path | None = None
     """Also write the times to this JSON file."""
 

@@ -13,7 +13,7 @@ from dsv41 import mhc
 from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
-from dsv41.engram import engram_rows, folded_ids, hashed
+from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
@@ -92,7 +92,7 @@ def extend(
     rows, history = extend_history(ids, layout, cache, token_map, config)
     residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
     carried = Carried(Shared(), cache)
-    tokens = Tokens(ids, layout, rows)
+    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
         residual, carried = out.residual, out.carried
