@@ -21,8 +21,8 @@ from dsv41.site import Site, whole_row
 
 @struct.dataclass
 class BlockOutput:
-    """residual: the streams, the MoE output still to be added; what the attention site hands on; load ``[E]``; balance and
-    index_kl scalars."""
+    """residual: the streams, the MoE output still to be added; what the attention site hands on; load ``[2, E]`` of text and
+    image tokens; balance and index_kl scalars."""
 
     residual: Residual
     carried: Any

@@ -101,6 +101,7 @@ def _spread(row: Float[Array, " M"], like: jax.Array) -> jax.Array:
     return row.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
+@jax.named_scope("mhc")
 def coefficients(
     streams: Float[Array, "*s N D"], hc: HyperConnection, iters: int, eps: float, rms_eps: float
 ) -> tuple[Float32[Array, "*s N"], Float32[Array, "*s N"], Float32[Array, "*s N N"]]:
@@ -119,6 +120,7 @@ def head_coefficients(streams: Float[Array, "*s N D"], hc: HyperConnection, eps:
     return jax.nn.sigmoid(m * _spread(hc.scale, m) + _spread(hc.base, m)) + eps
 
 
+@jax.named_scope("mhc")
 def collapse(pre: Float32[Array, "*s N"], streams: Float[Array, "*s N D"]) -> Float[Array, "*s D"]:
     """Sum of ``pre`` times streams in float32, in the streams' dtype."""
     return jnp.sum(pre[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)

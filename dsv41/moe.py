@@ -155,8 +155,8 @@ def moe(
     image: Bool[Array, "B T"],
     taps: Taps | None,
     name: str,
-) -> tuple[Float[Array, "B T D"], Float32[Array, " E"], Float32[Array, ""]]:
-    """Output, expert load of live text tokens, and the layer's sequence balance loss."""
+) -> tuple[Float[Array, "B T D"], Float32[Array, "2 E"], Float32[Array, ""]]:
+    """Output, expert load of live text tokens and of image tokens, and the layer's sequence balance loss."""
     batch, time, d = x.shape
     flat, alive = x.reshape(-1, d), live.reshape(-1)
     routing = route(flat, params, config, image.reshape(-1), token_ids.reshape(-1))
@@ -166,7 +166,7 @@ def moe(
     routed = grouped_experts(flat, routing.ids, routing.weights, alive, params.experts, config.swiglu_limit)
     shared = _swiglu_expert(flat, params.shared, config.swiglu_limit)
     out = (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(batch, time, d)
-    text = alive & ~image.reshape(-1)
-    load = expert_load(routing.ids, text, config.n_routed_experts)
+    kinds = (alive & ~image.reshape(-1), alive & image.reshape(-1))
+    load = jnp.stack([expert_load(routing.ids, kind, config.n_routed_experts) for kind in kinds])
     scores = routing.scores.reshape(batch, time, -1)
     return out, load, sequence_balance(scores, routing.ids.reshape(batch, time, k), live)
