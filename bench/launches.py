@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.kernels import profiled
 from dsv41.cache import init_cache
 from dsv41.config import ModelConfig, preset, replace
 from dsv41.errors import UserError
@@ -43,16 +44,13 @@ def with_reuse(layers: int) -> ModelConfig:
 
 def kernels(params: Any, config: ModelConfig, batch: int, time: int) -> list[tuple[str, float]]:
     """Name and microseconds of each kernel of a step of ``batch`` requests and ``time`` tokens behind a context of as many."""
-    from jax.experimental.mosaic.gpu import profiler
-
     fold = jnp.arange(config.vocab_size, dtype=jnp.int32)
     step = jax.jit(lambda params, cache, ids: extend(params, config, _POLICY, cache, ids, jnp.ones(ids.shape, bool), fold))
     ids = jax.random.randint(jax.random.key(1), (batch, max(time, 512)), 3, config.vocab_size)
     cache = init_cache(config, _POLICY, batch, _CAPACITY)
     _, cache = step(params, cache, ids)
-    out, found = profiler.measure(step, aggregate=False)(params, cache, ids[:, :time])
-    jax.block_until_ready(out)
-    return [(name, 1e3 * ms) for name, ms in found or []]
+    jax.block_until_ready(step(params, cache, ids[:, :time]))
+    return profiled(step, (params, cache, ids[:, :time]))[1]
 
 
 def added(few: list[tuple[str, float]], many: list[tuple[str, float]]) -> tuple[int, float, dict[str, int]]:
