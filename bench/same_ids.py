@@ -148,7 +148,7 @@ def main(run: Path | None, out: Path | None) -> None:
     rows = random.integers(3, 67, (2, _PROMPT + STEPS)).astype(np.int32)
     fold = np.arange(config.vocab_size, dtype=np.int32)
     params, nats = learn(config, jnp.asarray(rows), jnp.asarray(fold))
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype in (jnp.bfloat16, jnp.float32):
         found.append(compare(f"slice, {nats:.3f} nats", params, config, fold, rows[:, :_PROMPT], dtype))
         print(found[-1], flush=True)
     if out is not None:

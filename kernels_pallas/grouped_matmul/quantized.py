@@ -166,7 +166,9 @@ def quantized_product(
                     sums = each_line(interpreted, [jnp.zeros((COLS, tile.rows), jnp.float32)] * tile.parts)
                 if paired:
                     layout = plgpu.Layout.WGMMA.reduce(0)
-                    factor = plgpu.load(factors[0].at[pl.ds(row, tile.rows)], layout=layout, optimized=False)
+                    # A thread loads two neighbours at once, from an even place.
+                    odd = lax.rem(row, jnp.int32(2))
+                    factor = plgpu.load(factors[0].at[odd, pl.ds(row - odd, tile.rows)], layout=layout, optimized=False)
                     factor = lax.broadcast_in_dim(factor, (COLS, tile.rows), (1,))
                     sums = [factor * swiglu(sums[0], sums[1], limit)]
                 turn = 0
@@ -206,4 +208,10 @@ def quantized_product(
             reduction_scratch_bytes=0,
         ),
         interpret=interpret,
-    )(x, *arrays, sizes, *([] if scale is None else [scale]))
+    )(x, *arrays, sizes, *([] if scale is None else [_from_either(scale)]))
+
+
+def _from_either(scale: jax.Array) -> jax.Array:
+    """``scale`` and the same from its second value on, at an even distance."""
+    scale = jnp.pad(scale, (0, scale.size % 2))
+    return jnp.stack([scale, jnp.roll(scale, -1)])
