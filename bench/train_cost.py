@@ -11,6 +11,7 @@ import re
 import statistics
 import tempfile
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,10 @@ def seconds_by_place(folder: Path, named: dict[str, str]) -> Counter[tuple[str, 
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
         for line in plane.lines:
-            events = [(e.start_ns, e.duration_ns, dict(e.stats).get("hlo_op")) for e in line.events]
+            with warnings.catch_warnings():
+                # The types of a trace have no __module__, of which Python warns.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                events = [(e.start_ns, e.duration_ns, dict(e.stats).get("hlo_op")) for e in line.events]
             # Of a loop and what runs in it, the latter; the loop keeps what is left.
             open_: list[list[Any]] = []
             for start, duration, op in sorted((e for e in events if e[2] in named), key=lambda e: (e[0], -e[1])):
