@@ -49,6 +49,8 @@ REAL = {
     "decode, FP4, second product": Case(192, 48, 2304, 5120, weights="fp4"),
 }
 SMALL = {
+    "FP4, groups of one piece in tiles of two": Case(320, 4, 256, 128, "skewed", weights="fp4"),
+    "FP8, the same": Case(320, 4, 128, 128, "skewed", weights="fp8", dead=9),
     "one row": Case(1, 3, 64, 64),
     "random": Case(300, 5, 128, 192),
     "whole tiles": Case(256, 2, 64, 256, "even"),

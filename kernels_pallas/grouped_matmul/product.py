@@ -81,18 +81,18 @@ class Writer:
         self.out, (self.flat, self.tiled) = out, staged
         self.rows = self.flat.shape[1]
 
-    def write(self, piece: Any, row: Any, rows: Any, col: Any, turn: int, across: bool = False) -> None:
+    def write(self, piece: Any, row: Any, rows: Any, col: Any, turn: int, across: bool = False, after: int = 1) -> None:
         """``piece`` ``[R, 64]``, its transpose where ``across``; those rows that are below ``rows``.
 
-        turn: the piece's number in its tile.
+        turn: the piece's number in its tile; after: copies that the piece before it has at least.
         """
         # A tile may have had an odd number of pieces.
-        plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
+        plgpu.wait_smem_to_gmem(min(turn, after), wait_read_only=True)
         place = self.tiled.at[turn % 2]
         store(place.transpose((1, 0)) if across else place, piece)
         plgpu.commit_smem()
         # A copy has a fixed number of rows: one of each power of two that the number has.
-        rows = jnp.minimum(rows, self.rows)
+        rows = jnp.clip(rows, 0, self.rows)  # below 0 where the group ended before this piece
         size = self.rows
         while size:
 

@@ -177,7 +177,9 @@ def quantized_product(
                     acc = acc.astype(jnp.bfloat16)
                     for first in range(0, tile.rows, PIECE):
                         size = min(PIECE, tile.rows - first)
-                        writer.write(acc[:, first : first + size], row + first, taken - first, start, turn, across=True)
+                        after = int(tile.rows <= PIECE)  # a group may end before a tile's second piece
+                        part_of = acc[:, first : first + size]
+                        writer.write(part_of, row + first, taken - first, start, turn, across=True, after=after)
                         turn += 1
 
             _, end, ahead = walk(sizes_ref, tile.rows, col_tiles, ctas, visit)
