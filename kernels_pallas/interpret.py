@@ -2,9 +2,14 @@
 
 from typing import Any
 
+import jax
+
 
 def gpu_interpreter() -> Any:
-    """Pallas' interpreter of Mosaic GPU kernels on CPU, which also looks for races between threads."""
+    """Pallas' interpreter of Mosaic GPU kernels on CPU, which also looks for races between threads; None, the kernel itself,
+    where there is a GPU."""
+    if jax.default_backend() == "gpu":
+        return None
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.InterpretGPUParams(detect_races=True)
@@ -12,6 +17,8 @@ def gpu_interpreter() -> Any:
 
 def gpu_races() -> bool:
     """Whether the interpreter has seen a race in the kernel that it ran last; those of earlier ones are forgotten."""
+    if jax.default_backend() == "gpu":
+        return False
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     state = interpret_pallas_call.get_races()

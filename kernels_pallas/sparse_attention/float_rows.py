@@ -14,7 +14,7 @@ from kernels_pallas.sparse_attention.gather import tile_ids
 from kernels_pallas.sparse_attention.mass import mass as heads_mass
 from kernels_pallas.sparse_attention.producer import HEADS
 from kernels_pallas.sparse_attention.row_sums import segments, sums
-from kernels_pallas.sparse_attention.unpack import KEYS
+from kernels_pallas.sparse_attention.unpack import KEYS, padded_width
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,9 @@ def run(
     return out, lse, _mass(*lax.stop_gradient((q, entries)), entry_ids, *lax.stop_gradient((lse, sink)), device)
 
 
-def _padded(width: int) -> int:
-    """Channels of a tile: a power of two from 128, so that two warpgroups have half of it each."""
-    return max(128, 1 << (width - 1).bit_length())
-
-
 def _wide(rows: jax.Array) -> jax.Array:
-    width = rows.shape[-1]
-    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, _padded(width) - width),)) if width != _padded(width) else rows
+    extra = padded_width(rows.shape[-1]) - rows.shape[-1]
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, extra),)) if extra else rows
 
 
 def _jobs(a: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -140,7 +135,7 @@ def _backward(device: Device, kept: tuple, cotangents: tuple) -> tuple:
         below = jnp.exp(sink.astype(jnp.float32)[None] - whole)
         g_sink = -jnp.sum(jnp.where(some, below * inner, 0.0), axis=0).astype(sink.dtype)
     slots = sum(-(-a.shape[1] // KEYS) * KEYS for a in (entry_ids, window_ids))
-    parts_bytes = len(q) * -(-q.shape[1] // HEADS) * slots * 2 * _padded(q.shape[2])
+    parts_bytes = len(q) * -(-q.shape[1] // HEADS) * slots * 2 * padded_width(q.shape[2])
     chunks = -(-parts_bytes // device.parts_bytes)
     size = -(-len(q) // chunks)
     heads, lists = (q, g, whole, shift), (entry_ids, window_ids)

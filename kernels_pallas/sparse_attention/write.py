@@ -9,21 +9,10 @@ from jax.experimental.mosaic.gpu import c, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mosaic import store
-
-# Four lanes have two columns each of every eight: words $0-$3 of four such groups become one group for each lane, written to
-# $4. $5: the lane's number among the four.
-_TRANSPOSE = (
-    "{ .reg .pred o, u; .reg .b32 x, y, a, b, c, d, n; and.b32 n, $5, 1; setp.ne.b32 o, n, 0; setp.gt.u32 u, $5, 1; "
-    "selp.b32 x, $0, $1, o; selp.b32 y, $2, $3, o; "
-    "shfl.sync.bfly.b32 x, x, 1, 31, -1; shfl.sync.bfly.b32 y, y, 1, 31, -1; "
-    "selp.b32 a, x, $0, o; selp.b32 b, $1, x, o; selp.b32 c, y, $2, o; selp.b32 d, $3, y, o; "
-    "selp.b32 x, a, c, u; selp.b32 y, b, d, u; "
-    "shfl.sync.bfly.b32 x, x, 2, 31, -1; shfl.sync.bfly.b32 y, y, 2, 31, -1; "
-    "selp.b32 a, x, a, u; selp.b32 b, y, b, u; selp.b32 c, c, x, u; selp.b32 d, d, y, u; "
-)
+from kernels_pallas.sparse_attention import unpack
 
 
-def write(ref: Any, values: jax.Array, native: bool, hint: str = "") -> None:
+def write(ref: Any, values: jax.Array, native: bool) -> None:
     """Writes ``values`` ``[64, n]``, n a multiple of 32, as products leave them, to device memory.
 
     A lane holds pairs of columns. Written as they lie, two bytes of bfloat16 each, eight rows would get half a sector at a time.
@@ -50,9 +39,7 @@ def write(ref: Any, values: jax.Array, native: bool, hint: str = "") -> None:
         words = values.registers.reshape(groups, 2)  # of eight columns; of rows r and r + 8
         for half in range(2):
             for first in range(0, groups, 4):
-                args = [utils.bitcast(word, i32) for word in words[first : first + 4, half]]
-                at = 8 * pitch * half + 16 * first
-                ptx = f"{_TRANSPOSE} st.global{hint}.v4.b32 [$4 + {at}], {{a, b, c, d}}; }}"
-                llvm.inline_asm(ir.Type.parse("!llvm.void"), [*args, base, quarter], ptx, "r,r,r,r,l,r", has_side_effects=True)
+                four = [unpack.bits(word) for word in words[first : first + 4, half]]
+                unpack.store_piece(four, quarter, base, 8 * pitch * half + 16 * first)
 
     body(ref, values)
