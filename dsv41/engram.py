@@ -63,7 +63,7 @@ def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"
 def fetch_ahead(layers: Sequence[LayerParams], rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:
     """The rows of tables in pinned host memory, asked for before the first layer; others stay numbers, for their layer.
 
-    Numbers depend on tokens alone, so what the first layers compute hides the way over the bus.
+    Numbers depend on tokens alone, so what the first layers compute can hide the way over the bus.
     """
     tables = [layer.engram.embed for layer in layers if layer.engram is not None]
     ahead = lambda ids, table: Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(_parts(table)[0]) else ids  # noqa: E731

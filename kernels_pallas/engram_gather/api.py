@@ -23,7 +23,7 @@ def engram_gather(
     floats, where ``scales`` is None. ids: int32, 0 to R - 1. Stored values are exact in bfloat16 and float32. Differentiable
     in a table of floats.
 
-    Both may lie in pinned host memory: then what a program computes between this call and the first use of its rows runs
+    Both may lie in pinned host memory: then what a program computes between this call and the first use of its rows may run
     meanwhile. A kernel reads host memory itself, on a stream of its own.
     """
     return registry.call("engram_gather", impl, table, scales, ids, dtype=dtype)
