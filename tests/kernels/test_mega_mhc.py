@@ -140,6 +140,17 @@ def test_fp8_input_is_the_packed_input_bit_for_bit(monkeypatch):
         assert float(jnp.max(jnp.abs(values - want)) / jnp.max(jnp.abs(want))) <= 2**-3
 
 
+def test_results_in_fp8_are_compared_by_value():
+    case = cases.Case(4, width=128)
+    args = cases.arguments(case)
+    plain, codes = (mega_mhc(*args, **cases.options(replace(case, fp8=fp8))) for fp8 in (False, True))
+    assert cases.values(plain) is plain
+    both = cases.timed(replace(case, backward=True), functools.partial(reference.run, **cases.options(case)))(*args)
+    assert cases.values(both) is both
+    # E4M3 has three bits behind the point.
+    assert_close([cases.values(codes)[1].astype(jnp.bfloat16)], [plain[1]], names=("x",), bf16=2**-4)
+
+
 def test_fp8_has_no_gradient():
     case = cases.Case(4, width=128, fp8=True)
     run = functools.partial(gpu.run, **cases.options(case), interpret=gpu_interpreter())
