@@ -155,10 +155,11 @@ def kernel_arguments(
     entries: Array | None,
     ids: Int[Array, "B T k"] | None,
     sink: Float[Array, " H"],
+    floor: Int[Array, "B T"] | None = None,
 ) -> tuple | None:
     """A chunk's attention as `sparse_attention` takes it, row numbers into the batch's pools; None where rows are no bytes.
 
-    before, ring: the window ring ``[B, W, row]`` without and with the chunk's rows ``[B, T, row]``.
+    before, ring: the window ring ``[B, W, row]`` without and with the chunk's rows ``[B, T, row]``. floor: as `Layout` has it.
     """
     time, window = q.shape[1], ring.shape[1]
     if rows.dtype != jnp.uint8 or (entries is not None and entries.dtype != jnp.uint8):
@@ -170,7 +171,7 @@ def kernel_arguments(
     own = (window if time > 1 else 0) + at - length[:, None, None]
     slots = jnp.where((at >= length[:, None, None]) & (time > 1), own, at % window)
     live = _span(jnp.zeros_like(count), time)[..., None] < count[:, None, None]
-    window_ids = jnp.where((at >= 0) & live, slots, -1)
+    window_ids = jnp.where((at >= (0 if floor is None else floor[..., None])) & live, slots, -1)
     return attention.kernel_arguments(q, entries, ids, pool, window_ids, sink)
 
 
@@ -231,8 +232,12 @@ def cached_site(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
+    publishes: bool = True,
 ) -> tuple[Float[Array, "B T D"], Carried, Float32[Array, ""]]:
-    """The attention site of a chunk: reads the cache and the chunk, and writes the chunk's rows. The length stays."""
+    """The attention site of a chunk: reads the cache and the chunk, and writes the chunk's rows. The length stays.
+
+    publishes: False where a kv source's entries are in the cache and in ``carried`` already.
+    """
     shared, cache = carried.shared, carried.cache
     length, count = cache.length, jnp.sum(layout.segments, axis=1)
     latent_q = attention.query_latent(x, params, config)
@@ -242,7 +247,7 @@ def cached_site(
     # One token's row is read in the ring alone where a kernel attends: packing it there is one launch less.
     ring = append(before, kv, slots, WINDOW_KV, on) if time == 1 else put(before, rows, slots)
     cache = replace(cache, windows=(*cache.windows[: plan.layer], ring, *cache.windows[plan.layer + 1 :]))
-    if plan.owns_kv:
+    if plan.owns_kv and publishes:
         n = config.kv_source_layer_ids.index(plan.layer)
         source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps)
         cache = replace(cache, sources=(*cache.sources[:n], source, *cache.sources[n + 1 :]))
@@ -252,11 +257,15 @@ def cached_site(
     entries, ids = visible(plan, shared)
 
     def core(q: jax.Array) -> tuple[Array, Array | None]:
-        pools = kernel_arguments(q, before, ring, rows, length, count, entries, ids, params.sink)
+        pools = kernel_arguments(q, before, ring, rows, length, count, entries, ids, params.sink, layout.floor)
         if pools is not None and registry.choose("sparse_attention", "auto", *pools).impl != "reference":
             return sparse_attention(*pools)[0].reshape(q.shape), None
         values = lambda a: row_values(a, WINDOW_KV, q.dtype)  # noqa: E731
-        ahead = attention.Before(values(before), ring_positions(length, config.sliding_window))
+        positions = ring_positions(length, config.sliding_window)
+        if layout.floor is not None:
+            # A row that no query of the chunk may see may hold anything.
+            positions = jnp.where(positions >= jnp.min(layout.floor, axis=1, keepdims=True), positions, -1)
+        ahead = attention.Before(values(before), positions)
         return attention.attend(q, values(rows), entries, ids, params.sink, layout, config.sliding_window, ahead)
 
     y, _ = read(latent_q, core, params, plan, layout, config, taps)

@@ -189,6 +189,9 @@ class Generate:
     """Texts that end a continuation."""
     packed: bool = False
     """Keep the cache in the release's FP4 and FP8 rows."""
+    decoder_replay: Literal["full", "bounded", "halo"] = "full"
+    """Rows of a prompt for the decoder layers: all; the last window's, about half the work of a long prompt but an
+    approximation; or enough of them for the result of all."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
 
@@ -334,7 +337,7 @@ def _generate(args: Generate) -> int:
     from infer.generate import Generator
     from infer.model import load_model
 
-    generator = Generator(load_model(args.checkpoint), PACKED if args.packed else Policy())
+    generator = Generator(load_model(args.checkpoint), PACKED if args.packed else Policy(), args.decoder_replay)
     prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
     stream = len(texts) == 1 and not args.json
 

@@ -37,7 +37,7 @@ class Output:
     index_kl: jax.Array
 
 
-def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
+def align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
     """Turns left padding into right padding where the first document starts off the alignment; also the turn's index."""
     start = jnp.argmax(segments > 0, axis=1).astype(jnp.int32) % alignment
     index = (jnp.arange(ids.shape[1], dtype=jnp.int32)[None] + start[:, None]) % ids.shape[1]
@@ -86,7 +86,7 @@ def extend(
     """
     image = jnp.zeros(ids.shape, bool) if image is None else image
     time = ids.shape[1]
-    ids, segments, image, back = _align(ids, live.astype(jnp.int32), image, time)
+    ids, segments, image, back = align(ids, live.astype(jnp.int32), image, time)
     count = jnp.sum(segments, axis=1)
     layout = chunk_layout(cache.length, count, time, image)
     rows, history = extend_history(ids, layout, cache, token_map, config)
@@ -141,7 +141,7 @@ def table_rows(
 ) -> tuple[Int[Array, "B T C"], ...]:
     """Rows of each Engram table that `features` fetches for a batch, in its order."""
     image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, _ = _align(ids, segments, image, config.document_alignment)
+    ids, segments, image, _ = align(ids, segments, image, config.document_alignment)
     return make_tokens(ids, segments, image, token_map, config).engram_rows
 
 
@@ -165,7 +165,7 @@ def features(
     """
     segments = jnp.ones_like(ids) if segments is None else segments
     image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
+    ids, segments, image, back = align(ids, segments, image, config.document_alignment)
     tokens = make_tokens(ids, segments, image, token_map, config)
     tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
     behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))

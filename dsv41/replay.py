@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dsv41 import mhc
 from dsv41.block import Tokens, block, first_mix
@@ -24,25 +24,24 @@ from dsv41.plan import LayerPlan, layer_plans
 from dsv41.site import Shared, publish_row, whole_row
 
 
-def _gather(index: Int[Array, "B K"], here: Array, value: Array) -> Array:
+def gather(index: Int[Array, "B K"], here: Array, value: Array) -> Array:
     """``value[b, index[b, i]]``, zeros where there is none."""
     spread = lambda a: a.reshape(*a.shape, *(1,) * (value.ndim - 2))  # noqa: E731
     taken = jnp.take_along_axis(value, spread(index), axis=1)
     return jnp.where(spread(here), taken, jnp.zeros((), value.dtype))
 
 
-def _decoder_entries(
-    residual: mhc.Residual, layer: LayerParams, plan: LayerPlan, tokens: Tokens, config: ModelConfig, policy: Policy
-) -> Shared:
-    """What the decoder's first layer publishes of all tokens: of it no more than its attention's input is computed."""
+def decoder_input(
+    residual: mhc.Residual, layer: LayerParams, plan: LayerPlan, tokens: Tokens, config: ModelConfig
+) -> Float[Array, "B T D"]:
+    """What the decoder's first layer compresses: of that layer no more than its attention's input is computed."""
     streams, pre = mhc.settle(residual, None), residual.pre
     if plan.engram is not None:
         rows = tokens.engram_rows[plan.engram]
         streams = apply_engram(streams, rows, tokens.layout, layer.engram, config, None, "")
     if not config.hc_single_pass:
         pre = mhc.coefficients(streams, layer.hc_attn, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)[0]
-    x = rms_norm(mhc.collapse(pre, streams), layer.attn_norm, config.rms_norm_eps)
-    return publish_row(x, layer.attn, plan, Shared(), tokens.layout, config, policy, None)
+    return rms_norm(mhc.collapse(pre, streams), layer.attn_norm, config.rms_norm_eps)
 
 
 def replayed_features(
@@ -71,7 +70,8 @@ def replayed_features(
     first = next(n for n, plan in enumerate(plans) if plan.half == "decoder")
     for n, (plan, layer) in enumerate(zip(plans, params.layers, strict=True)):
         if n == first:
-            carried = _decoder_entries(residual, layer, plan, tokens, config, policy)
+            x = decoder_input(residual, layer, plan, tokens, config)
+            carried = publish_row(x, layer.attn, plan, Shared(), tokens.layout, config, policy, None)
             tokens, take = _choose(tokens, replay, chosen)
             residual = jax.tree.map(take, residual)
         site = partial(whole_row, publishes=n < first)
@@ -90,6 +90,6 @@ def replayed_features(
 def _choose(tokens: Tokens, replay: Array, chosen: Array) -> tuple[Tokens, Any]:
     """The chosen tokens, with windows that end at the replay's start, and the function that takes them of any array."""
     time = tokens.ids.shape[1]
-    take = partial(_gather, jnp.minimum(chosen, time - 1), chosen < time)
+    take = partial(gather, jnp.minimum(chosen, time - 1), chosen < time)
     layout: Layout = jax.tree.map(take, replay_layout(tokens.layout, replay))
     return Tokens(take(tokens.ids), layout, tuple(take(rows) for rows in tokens.engram_rows)), take

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,7 @@ from dsv41.cache import Cache, cache_bytes, init_cache
 from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import Policy
+from dsv41.prefill import decoder_layers, halo_rows, prefill
 from infer.detokenize import StopStrings, StreamDecoder
 from infer.model import Model
 from infer.sampling import Sampling, SamplingRows, check_text, sample, sampling_rows
@@ -26,6 +28,7 @@ CHUNKS = (16, 64, 256)  # widths of prefill chunks; a shorter rest is padded to 
 SMALLEST_CAPACITY = 64
 BLOCK = 16  # decode steps between two looks of the host
 OnText = Callable[[int, str], None]
+DecoderReplay = Literal["full", "bounded", "halo"]
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,29 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
 
 
 class Generator:
-    """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity."""
+    """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
-    def __init__(self, model: Model, policy: Policy | None = None):
+    decoder_replay: the rows of a prompt that its decoder layers run (`dsv41.prefill`): ``full`` all, ``bounded`` the last
+    window's, ``halo`` as many as it takes for the same result as of all. `UserError` where the model has no decoder half.
+    """
+
+    def __init__(self, model: Model, policy: Policy | None = None, decoder_replay: DecoderReplay = "full"):
         self.model, self.policy = model, policy or Policy()
+        if decoder_replay != "full" and not decoder_layers(model.config):
+            raise UserError(f"decoder_replay: found {decoder_replay!r}, allowed is 'full' for a model without a decoder half")
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
         config, policy, fold = model.config, self.policy, jnp.asarray(model.token_map, jnp.int32)
 
-        def prefill(params: Any, cache: Cache, ids: jax.Array, live: jax.Array, last: jax.Array) -> tuple[jax.Array, Cache]:
-            logits, cache = extend(params, config, policy, cache, ids, live, fold)
+        self._rows = {"bounded": config.sliding_window, "halo": halo_rows(config)}.get(decoder_replay)
+
+        def fill(
+            rows: int | None, params: Any, cache: Cache, ids: jax.Array, live: jax.Array, end: jax.Array, last: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            if rows is None:
+                logits, cache = extend(params, config, policy, cache, ids, live, fold)
+            else:
+                logits, cache = prefill(params, config, policy, cache, ids, live, fold, end, rows)
             return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
         def decode(
@@ -132,7 +148,12 @@ class Generator:
             _, cache, tokens, _, made, logprobs = jax.lax.while_loop(more, step, state)
             return made, logprobs, cache, tokens
 
-        self._functions = {"prefill": (prefill, 1), "decode": (decode, 1), "first": (sample, ())}
+        self._functions = {
+            "encode": (partial(fill, 0), 1),
+            "prefill": (partial(fill, self._rows), 1),
+            "decode": (decode, 1),
+            "first": (sample, ()),
+        }
 
     def _call(self, speed: Speed, kind: str, key: tuple, *args: Any) -> Any:
         """Runs a program, compiled before the clock starts."""
@@ -144,7 +165,7 @@ class Generator:
         began = time.perf_counter()
         out = jax.block_until_ready(self.programs[kind, *key](*args))
         spent = time.perf_counter() - began
-        if kind == "prefill":
+        if kind in ("encode", "prefill"):
             speed.prefill_seconds += spent
         else:
             speed.decode_seconds += spent
@@ -231,6 +252,8 @@ class Generator:
         """Logits of each prompt's last token ``[B, V]``, and the cache behind the prompts."""
         batch, longest, at = shape[0], max(len(ids) for ids in prompts), 0
         last = jnp.zeros((batch, self.model.config.vocab_size), jnp.float32)
+        end = np.zeros((batch,), np.int32)
+        end[: len(prompts)] = [len(ids) for ids in prompts]
         while at < longest:
             width = next((c for c in CHUNKS if c >= longest - at), CHUNKS[-1])
             ids = np.full((batch, width), self.model.config.pad_token_id, np.int32)
@@ -238,8 +261,10 @@ class Generator:
             for n, prompt in enumerate(prompts):
                 part = prompt[at : at + width]
                 ids[n, : len(part)], live[n, : len(part)] = part, True
-            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), last
-            last, cache = self._call(speed, "prefill", (*shape, width), *args)
+            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last
+            # Of a chunk before every prompt's last rows the decoder runs nothing.
+            early = self._rows is not None and at + width <= min(map(len, prompts)) - self._rows
+            last, cache = self._call(speed, "encode" if early else "prefill", (*shape, width), *args)
             at += width
         speed.prompt_tokens = sum(len(ids) for ids in prompts)
         return last, cache

@@ -61,6 +61,18 @@ def test_twenty_prompts_give_the_tokens_of_the_plain_path(model, generator):
     assert [one.ids for one in found[:5]] == [plain.continue_ids(ids, drawn) for ids in asked[:5]]
 
 
+def test_a_halo_gives_the_tokens_of_all_rows(model, generator, monkeypatch):
+    """Prompts of up to 90 tokens: of the first 64 of the longest, the encoder alone; then a decoder that runs 10 rows."""
+    monkeypatch.setattr("infer.generate.CHUNKS", (16, 64))
+    asked, greedy = [ids + ids[1:] * 3 for ids in prompts(6, seed=3, longest=24)], Sampling(max_new_tokens=8)
+    asked[0] = (asked[0] * 90)[:90]
+    other = Generator(model, decoder_replay="halo")
+    together = [one.ids for one in other.generate(asked, [greedy] * 6)[0]]
+    assert other.generate(asked[:1], [greedy])[0][0].ids == together[0]
+    assert [one.ids for one in generator.generate(asked, [greedy] * 6)[0]] == together
+    assert {kind for kind, *_ in other.programs} == {"encode", "prefill", "first", "decode"}
+
+
 @pytest.mark.pitfall("O1", "O4", "O2")
 def test_a_request_does_not_see_its_batch(generator):
     """Alone, and in batches of 2 and 8, in any slot, beside requests that end earlier or later; greedy and drawn."""

@@ -1,0 +1,94 @@
+"""Prefill of a prompt into a cache: encoder layers on every token, decoder layers on its last rows alone (serving §2).
+
+Of the other tokens the decoder needs what its first layer, the last kv source, compresses of the encoder's output. Its windows
+end at the first row that runs, ``end - rows``: with the window's W rows that is the bounded replay of the report, an
+approximation; with `halo_rows` every layer's last W rows are exact.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dsv41 import mhc
+from dsv41.block import Tokens, block, first_mix
+from dsv41.cache import Cache, Carried, cached_site, chunk_layout, extend_source, take
+from dsv41.config import ModelConfig
+from dsv41.engram import fetch_ahead
+from dsv41.model import align, embed, extend_history, unembed
+from dsv41.numerics import Policy
+from dsv41.params import TextParams
+from dsv41.plan import layer_plans
+from dsv41.replay import decoder_input, gather
+from dsv41.site import Shared
+
+
+def decoder_layers(config: ModelConfig) -> int:
+    """How many layers stand in the decoder half."""
+    return sum(plan.half == "decoder" for plan in layer_plans(config))
+
+
+def halo_rows(config: ModelConfig) -> int:
+    """Rows of the decoder after which the last token and all windows behind it are exact: each layer reaches W - 1 further."""
+    return 1 + decoder_layers(config) * (config.sliding_window - 1)
+
+
+def prefill(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    cache: Cache,
+    ids: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    token_map: Int[Array, " V"],
+    end: Int[Array, " B"],
+    rows: int,
+    image: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """A chunk of prompts of ``end`` tokens: logits of each row's last new token, and the cache behind the chunk.
+
+    ids, live, image: as `dsv41.model.extend` takes them, a row's tokens within its prompt. rows: of the decoder, counted from
+    the prompt's end, so that the outcome does not depend on the chunks; 0 for a chunk that has none of any prompt's. Logits of a
+    row without one of them in this chunk mean nothing. The config has a decoder half.
+    """
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    time = ids.shape[1]
+    ids, segments, image, _ = align(ids, live.astype(jnp.int32), image, time)
+    count = jnp.sum(segments, axis=1)
+    layout = chunk_layout(cache.length, count, time, image)
+    numbers, history = extend_history(ids, layout, cache, token_map, config)
+    tokens = Tokens(ids, layout, fetch_ahead(params.layers, numbers, policy.compute_dtype))
+    residual, carried = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config)), Carried(Shared(), cache)
+    layers = list(zip(layer_plans(config), params.layers, strict=True))
+    first = len(layers) - decoder_layers(config)
+    for plan, layer in layers[:first]:
+        out = block(residual, layer, plan, carried, tokens, config, policy, None, cached_site)
+        residual, carried = out.residual, out.carried
+
+    plan, layer = layers[first]
+    x = decoder_input(residual, layer, plan, tokens, config)
+    source = extend_source(x, layer.attn, plan, cache.sources[-1], cache.length, count, config, policy, None)
+    written = replace(carried.cache, sources=(*carried.cache.sources[:-1], source))
+    behind = partial(replace, length=cache.length + count, history=history)
+    if not rows:
+        return jnp.zeros((ids.shape[0], config.vocab_size), jnp.float32), behind(written)
+
+    skipped = jnp.clip(end - rows - cache.length, 0, count)
+    index = skipped[:, None] + jnp.arange(min(rows, time), dtype=jnp.int32)[None]
+    pick = partial(gather, jnp.minimum(index, time - 1), index < count[:, None])
+    at = cache.length + skipped
+    layout = chunk_layout(at, count - skipped, index.shape[1], pick(image))
+    floor = jnp.broadcast_to(jnp.maximum(end - rows, 0)[:, None], index.shape)
+    tokens = Tokens(pick(ids), replace(layout, floor=floor), jax.tree.map(pick, tokens.engram_rows))
+    residual: Any = jax.tree.map(pick, residual)
+    carried = Carried(Shared(main_kv=source.main_kv, index_k=source.index_k), replace(written, length=at))
+    site = partial(cached_site, publishes=False)
+    for plan, layer in layers[first:]:
+        out = block(residual, layer, plan, carried, tokens, config, policy, None, site)
+        residual, carried = out.residual, out.carried
+    last = jnp.maximum(count - skipped - 1, 0)[:, None]
+    streams, pre = take(mhc.settle(residual, None), last), take(residual.pre, last)
+    return unembed(params, streams, pre, config, None)[:, 0], behind(carried.cache)
