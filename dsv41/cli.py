@@ -13,231 +13,16 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tyro
 
 from dsv41 import __version__
+from dsv41.commands import Analyze, Bench, Convert, Demo, Eval, Generate, Plan, Train, Verify
 from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Time kernels beside their floors and peers, or say which implementation of an op runs and why."""
-
-    what: tyro.conf.Positional[Literal["kernels", "explain"]]
-    """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case."""
-    words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Ops by name, such as sparse_attention; after explain also, for example, queries=128 heads=64."""
-    out: Path | None = None
-    """Also write the times to this JSON file."""
-
-
-@dataclass(frozen=True)
-class Analyze:
-    """Cache bytes, FLOPs, prefill cost, parameters and memory: by formula and, of this code's models, counted.
-
-    Without --preset and --config, the release beside V4-Flash, V3.2 and V1 67B; with one, its parts.
-    """
-
-    what: tyro.conf.Positional[Literal["kv", "flops", "prefill", "params", "memory"]]
-    """kv: cache bytes of a token. flops: of a decoded token. prefill: of a prompt. params. memory: a request's cache."""
-    preset: str | None = None
-    """One model: flash, slice, toy, small, v4-flash, v3.2 or v1."""
-    config: Path | None = None
-    """A config.json, or a folder that holds one."""
-    contexts: str | None = None
-    """Lengths in tokens, as 4k,64k,1m, or doublings, as 4k..1m; k is 1024."""
-    json: bool = False
-    """Print the rows as JSON."""
-    csv: Path | None = None
-    """Also write the rows to this CSV file."""
-    plot: Path | None = None
-    """Also draw them to this .png, .svg or .pdf file."""
-    theme: Literal["light", "dark"] | None = None
-    """Which pages the picture is for; light without it."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Show what each layer does, how many parameters it has and what it adds to the cache."""
-
-    preset: str | None = None
-    """A named configuration: flash (default), small, slice or toy."""
-    config: Path | None = None
-    """A config.json, or a folder that holds one."""
-    json: bool = False
-    """Print the table as JSON."""
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train a model, or go on with the run in --out."""
-
-    out: Path = Path("runs/train")
-    """The run's folder: config, tokenizer, metrics, checkpoints, loss curve."""
-    recipe: str = "toy"
-    """What is on when: toy (all of the release's inference), small (one GPU), long (rows become 16 times as long), qat."""
-    preset: str | None = None
-    """A named configuration; the recipe's or toy where not given."""
-    config: Path | None = None
-    """A config.json in place of a preset."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text files, folders, or stdlib: the standard library's source."""
-    steps: int | None = None
-    """Steps in all, the recipe's or 1000 where not given; 0 for as many as --max-seconds allow."""
-    batch_size: int | None = None
-    """Rows a step; the recipe's or 4 where not given."""
-    accumulate: int = 1
-    """Parts of a batch that go through the model one after another, to save memory; a divisor of its rows."""
-    length: int | None = None
-    """Tokens a row; the recipe's or 256 where not given."""
-    lr: float | None = None
-    """Peak learning rate; the recipe's or 0.015 where not given."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
-    checkpoint_every: int = 500
-    """Steps between checkpoints; the last step always has one."""
-    keep: int = 2
-    """Newest checkpoints to keep."""
-    max_seconds: float | None = None
-    """Stop after so many seconds, with a checkpoint."""
-    evaluate: bool = True
-    """Score the held-out text before and after."""
-    eval_every: int = 0
-    """Steps between scores of the held-out text, of which the best one's checkpoint is kept in OUT/best; 0 for none."""
-    dtype: str | None = None
-    """Of the passes: float32 or bfloat16; masters and momenta are float32. The recipe's or float32 where not given."""
-    remat: str | None = None
-    """What the backward pass computes again to save memory: none, attention or block; the recipe's where not given."""
-    index_teacher: str = "own"
-    """Whose attention an indexer learns: its own layer's, or served for the mean over all that read its selection."""
-    qat_weights: tuple[str, ...] = ()
-    """In quantised phases, weights trained as released: fp4 (experts), fp8 (other linears), fp8_rows (Engram tables)."""
-    z_loss: float = 0.0
-    """Weight of the mean squared log partition."""
-    engram_rows: int = 0
-    """Rows of each Engram table that keep momentum, so that a large table costs what its touched rows do; 0 for all."""
-    synthetic: float = 0.0
-    """Share of each batch's rows made into needle, recall and copy tasks."""
-    profile: str | None = None
-    """Steps to trace, as 20:23, into OUT/profile."""
-    tensorboard: bool = False
-    """Also write TensorBoard events."""
-    wandb: str | None = None
-    """Also log to this Weights & Biases project; a resume goes on with the same run."""
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Score a run: bits per byte of held-out text, tasks by length and depth, what its selections catch."""
-
-    checkpoint: Path
-    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text whose held-out part is scored, and is the tasks' hay: text files, folders, or stdlib."""
-    length: int = 256
-    """Tokens a row of text."""
-    batch_size: int = 4
-    """Rows at a time."""
-    tasks: tuple[str, ...] = ("needle",)
-    """needle, recall (of one among eight keys) and copy; nothing for none."""
-    lengths: tuple[int, ...] = ()
-    """Tokens a row of a task; --length where not given."""
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where in its row an answer stands: 0 at the beginning, 1 just before the question."""
-    rows: int = 16
-    """Rows of each task, length and depth."""
-    seed: int = 0
-    """Seed of the tasks."""
-    packed: bool = False
-    """With the caches' FP4 and FP8 rows."""
-    dense: bool = False
-    """Read every visible entry in place of the selected ones."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Continue prompts with a trained model; several prompts run as one batch."""
-
-    checkpoint: Path
-    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
-    prompt: tuple[str, ...] = ()
-    """One or more texts to continue."""
-    prompts_file: Path | None = None
-    """A file of prompts: one a line, or in a .jsonl file a JSON string or {"prompt": ...} a line."""
-    max_new_tokens: int = 64
-    """New tokens at most."""
-    temperature: float = 0.0
-    """0 for the likeliest token, else how freely to draw."""
-    top_k: int = 0
-    """Draw from so many likeliest tokens; 0 for all."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability."""
-    min_p: float = 0.0
-    """Draw from tokens at least this share as likely as the likeliest."""
-    seed: int = 0
-    """Seed of each prompt's draws, which do not depend on the other prompts."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a continuation."""
-    packed: bool = False
-    """Keep the cache in the release's FP4 and FP8 rows."""
-    decoder_replay: Literal["full", "bounded", "halo"] = "full"
-    """Rows of a prompt for the decoder layers: all; the last window's, about half the work of a long prompt but an
-    approximation; or enough of them for the result of all."""
-    json: bool = False
-    """Print a JSON object a line, the last one on speed."""
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Check recorded tensors, or a released checkpoint's names and shapes, against this code."""
-
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER...")]
-    """A released checkpoint, a model folder with recorded numbers, or a folder of such folders."""
-    json: Path | None = None
-    """Also write the results to this file."""
-    skip: tuple[str, ...] = ()
-    """Names or patterns of files to leave out, as fp32_len7 or 'quant_*'."""
-    all: bool = False
-    """Print every row, not only the failed and skipped ones."""
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Train the toy on the standard library, restore it in a new process and let it write code."""
-
-    seconds: float = 300.0
-    """Seconds until training ends, reading and compiling included; scoring, timing and generating come on top."""
-    out: Path = Path("runs/demo")
-    """Folder of the run and of report.md."""
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Turn released weights into a run folder, or a run folder into released weights."""
-
-    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """A folder of released weights (config.json, *.safetensors), or the folder of a run (config.json, checkpoints/)."""
-    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
-    """The folder to make, of the other kind: a run where SRC holds released weights, and the other way round."""
-    dry_run: bool = False
-    """Print what would become of each tensor, and write nothing."""
-    quantize: Literal["release", "bf16", "fp32"] | None = None
-    """How to write weights: as the release stores them, or plain; as config.json says where not given."""
-    layers: str | None = None
-    """The first layers alone, as 0-4; all where not given."""
-    draft_stages: int | None = None
-    """0 leaves the draft stages out; all where not given."""
-    vision: bool = True
-    """Take the vision tower, aligner and image vectors along."""
 
 
 def _plan(args: Plan) -> int:
@@ -291,9 +76,9 @@ def _train(args: Train) -> int:
 
 def _eval(args: Eval) -> int:
     _use_compilation_cache()
-    from train.evaluate import EvalOptions, run
+    from train.evaluate import run
 
-    return run(EvalOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EvalOptions)}), args.json)
+    return run(args)
 
 
 def _prompts(args: Generate) -> list[str]:
@@ -369,10 +154,10 @@ def _verify(args: Verify) -> int:
 
 
 def _convert(args: Convert) -> int:
-    from dsv41.hf.convert import ConvertOptions, convert
+    from dsv41.hf.convert import convert
     from train.checkpoint import Checkpoints
 
-    convert(ConvertOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}), Checkpoints)
+    convert(args, Checkpoints)
     return 0
 
 
@@ -408,9 +193,9 @@ def _bench(args: Bench) -> int:
 
 def _analyze(args: Analyze) -> int:
     _use_compilation_cache()
-    from dsv41.analyze.command import AnalyzeOptions, analyze
+    from dsv41.analyze.command import analyze
 
-    return analyze(AnalyzeOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}))
+    return analyze(args)
 
 
 _COMMANDS = {

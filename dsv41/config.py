@@ -296,10 +296,21 @@ def save_config(config: ModelConfig, file: Path) -> None:
     write_text(file, json.dumps(to_released(config), indent=1) + "\n")
 
 
+def _tables(layers: tuple[int, ...], heads: int, rows: int, classes: int) -> dict[str, Any]:
+    """Engram fields of a small model: orders 2 to 4, ``heads`` of 32 channels each, tables from ``rows`` rows a head on."""
+    return {
+        "engram_layer_ids": layers,
+        "engram_num_embeddings": tuple(sum(primes) for primes in table_primes(len(layers), 4, heads, rows)),
+        "engram_max_ngram_size": 4,
+        "engram_vocab_size": rows,
+        "engram_n_heads": heads,
+        "engram_head_dim": 32,
+        "engram_compressed_vocab_size": classes,
+    }
+
+
 def _toy() -> ModelConfig:
     """Eight layers in which every role occurs, for a laptop CPU (rows of 256 tokens: the pool of 64 entries binds)."""
-    layers, orders, heads, rows = (1, 3), 4, 2, 4096
-    primes = table_primes(len(layers), orders, heads, rows)
     return ModelConfig(
         vocab_size=2048,
         hidden_size=128,
@@ -324,13 +335,7 @@ def _toy() -> ModelConfig:
         index_topk=32,
         candidate_source_layer_id=4,
         candidate_topk_blocks=8,
-        engram_layer_ids=layers,
-        engram_num_embeddings=tuple(sum(p) for p in primes),
-        engram_max_ngram_size=orders,
-        engram_vocab_size=rows,
-        engram_n_heads=heads,
-        engram_head_dim=32,
-        engram_compressed_vocab_size=2048,
+        **_tables((1, 3), heads=2, rows=4096, classes=2048),
         num_nextn_predict_layers=0,
         dspark_noise_token_id=2,
         dspark_target_layer_ids=(5, 6, 7),
@@ -345,8 +350,6 @@ def _toy() -> ModelConfig:
 
 def _small() -> ModelConfig:
     """About 190M parameters, 50M of them in tables, for one GPU: sixteen layers, rows from 1,024 tokens."""
-    layers, orders, heads, rows = (1, 6), 4, 4, 65536
-    primes = table_primes(len(layers), orders, heads, rows)
     return ModelConfig(
         vocab_size=16384,
         hidden_size=512,
@@ -371,13 +374,7 @@ def _small() -> ModelConfig:
         index_topk=128,
         candidate_source_layer_id=8,
         candidate_topk_blocks=48,
-        engram_layer_ids=layers,
-        engram_num_embeddings=tuple(sum(p) for p in primes),
-        engram_max_ngram_size=orders,
-        engram_vocab_size=rows,
-        engram_n_heads=heads,
-        engram_head_dim=32,
-        engram_compressed_vocab_size=16384,
+        **_tables((1, 6), heads=4, rows=65536, classes=16384),
         num_nextn_predict_layers=0,
         dspark_noise_token_id=2,
         dspark_target_layer_ids=(13, 14, 15),

@@ -37,7 +37,7 @@ class Output:
     index_kl: jax.Array
 
 
-def align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
+def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
     """Turns left padding into right padding where the first document starts off the alignment; also the turn's index."""
     start = jnp.argmax(segments > 0, axis=1).astype(jnp.int32) % alignment
     index = (jnp.arange(ids.shape[1], dtype=jnp.int32)[None] + start[:, None]) % ids.shape[1]
@@ -66,6 +66,27 @@ def make_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: Mod
     return Tokens(ids, layout, engram_rows(ids, layout, token_map, config))
 
 
+def begin_chunk(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    cache: Cache,
+    ids: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    token_map: Int[Array, " V"],
+    image: Bool[Array, "B T"] | None,
+) -> tuple[mhc.Residual, Carried, Tokens, Int[Array, "B h"], Int[Array, "B T"]]:
+    """What the first layer takes of a chunk behind a cache; also the history behind it, and where each token went."""
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    time = ids.shape[1]
+    ids, segments, image, back = _align(ids, live.astype(jnp.int32), image, time)
+    layout = chunk_layout(cache.length, jnp.sum(segments, axis=1), time, image)
+    rows, history = extend_history(ids, layout, cache, token_map, config)
+    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
+    residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
+    return residual, Carried(Shared(), cache), tokens, history, back
+
+
 def extend(
     params: TextParams,
     config: ModelConfig,
@@ -84,15 +105,8 @@ def extend(
     every: logits of all T positions; else of each row's last new token, ``[B, V]``. A row must stay within the capacity
     of the cache: entries past it are dropped.
     """
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    time = ids.shape[1]
-    ids, segments, image, back = align(ids, live.astype(jnp.int32), image, time)
-    count = jnp.sum(segments, axis=1)
-    layout = chunk_layout(cache.length, count, time, image)
-    rows, history = extend_history(ids, layout, cache, token_map, config)
-    residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
-    carried = Carried(Shared(), cache)
-    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
+    residual, carried, tokens, history, back = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
+    count = jnp.sum(tokens.layout.segments, axis=1)
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
         residual, carried = out.residual, out.carried
@@ -141,7 +155,7 @@ def table_rows(
 ) -> tuple[Int[Array, "B T C"], ...]:
     """Rows of each Engram table that `features` fetches for a batch, in its order."""
     image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, _ = align(ids, segments, image, config.document_alignment)
+    ids, segments, image, _ = _align(ids, segments, image, config.document_alignment)
     return make_tokens(ids, segments, image, token_map, config).engram_rows
 
 
@@ -165,7 +179,7 @@ def features(
     """
     segments = jnp.ones_like(ids) if segments is None else segments
     image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, back = align(ids, segments, image, config.document_alignment)
+    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
     tokens = make_tokens(ids, segments, image, token_map, config)
     tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
     behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))

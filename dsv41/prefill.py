@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv41 import mhc
-from dsv41.block import Tokens, block, first_mix
+from dsv41.block import Tokens, block
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, extend_source, take
 from dsv41.config import ModelConfig
-from dsv41.engram import fetch_ahead
-from dsv41.model import align, embed, extend_history, unembed
+from dsv41.model import begin_chunk, unembed
 from dsv41.numerics import Policy
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
@@ -54,14 +53,8 @@ def prefill(
     the prompt's end, so that the outcome does not depend on the chunks; 0 for a chunk that has none of any prompt's. Logits of a
     row without one of them in this chunk mean nothing. The config has a decoder half.
     """
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    time = ids.shape[1]
-    ids, segments, image, _ = align(ids, live.astype(jnp.int32), image, time)
-    count = jnp.sum(segments, axis=1)
-    layout = chunk_layout(cache.length, count, time, image)
-    numbers, history = extend_history(ids, layout, cache, token_map, config)
-    tokens = Tokens(ids, layout, fetch_ahead(params.layers, numbers, policy.compute_dtype))
-    residual, carried = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config)), Carried(Shared(), cache)
+    residual, carried, tokens, history, _ = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
+    time, count = ids.shape[1], jnp.sum(tokens.layout.segments, axis=1)
     layers = list(zip(layer_plans(config), params.layers, strict=True))
     first = len(layers) - decoder_layers(config)
     for plan, layer in layers[:first]:
@@ -80,9 +73,9 @@ def prefill(
     index = skipped[:, None] + jnp.arange(min(rows, time), dtype=jnp.int32)[None]
     pick = partial(gather, jnp.minimum(index, time - 1), index < count[:, None])
     at = cache.length + skipped
-    layout = chunk_layout(at, count - skipped, index.shape[1], pick(image))
+    layout = chunk_layout(at, count - skipped, index.shape[1], pick(tokens.layout.image))
     floor = jnp.broadcast_to(jnp.maximum(end - rows, 0)[:, None], index.shape)
-    tokens = Tokens(pick(ids), replace(layout, floor=floor), jax.tree.map(pick, tokens.engram_rows))
+    tokens = Tokens(pick(tokens.ids), replace(layout, floor=floor), jax.tree.map(pick, tokens.engram_rows))
     residual: Any = jax.tree.map(pick, residual)
     carried = Carried(Shared(main_kv=source.main_kv, index_k=source.index_k), replace(written, length=at))
     site = partial(cached_site, publishes=False)

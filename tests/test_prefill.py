@@ -127,10 +127,7 @@ def test_a_long_prompt_takes_half_the_work():
     params, state, ids, live, fold = counted.step_arguments(config, chunk, tokens)
     end = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def macs(run):
-        jaxpr = jax.make_jaxpr(run)(params, state, ids, live, fold, end).jaxpr
-        return sum(macs for _, macs in counted._products(jaxpr, {}, "", 1))
-
+    macs = lambda run: counted.counted_total(run, params, state, ids, live, fold, end)  # noqa: E731
     replayed = lambda rows: lambda p, c, i, a, f, e: prefill(p, config, PACKED, c, i, a, f, e, rows)  # noqa: E731
     chunks = tokens // chunk
     bounded = (chunks - 1) * macs(replayed(0)) + macs(replayed(config.sliding_window))

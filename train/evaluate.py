@@ -1,14 +1,13 @@
 """`dsv41 eval`: a run's bits per byte, what it recalls at which depth of which length, and what its selections catch."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41.commands import Eval
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
 from dsv41.model import features
@@ -28,24 +27,7 @@ from train.tokenizer import encode_documents, token_bytes
 _DIAGNOSED_TOKENS = 4096
 
 
-@dataclass(frozen=True)
-class EvalOptions:
-    """What to score. rows: of each task, length and depth. packed: the caches' formats. dense: read every visible entry."""
-
-    checkpoint: Path
-    data: tuple[str, ...] = ("stdlib",)
-    length: int = 256
-    batch_size: int = 4
-    tasks: tuple[str, ...] = ("needle",)
-    lengths: tuple[int, ...] = ()
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    rows: int = 16
-    seed: int = 0
-    packed: bool = False
-    dense: bool = False
-
-
-def _check(options: EvalOptions, model: Model) -> None:
+def _check(options: Eval, model: Model) -> None:
     for name in ("batch_size", "rows"):
         if getattr(options, name) < 1:
             raise UserError(f"{name}: found {getattr(options, name)}, allowed is 1 or more; nearest is 1")
@@ -77,7 +59,7 @@ def _answers(model: Model, policy: Policy) -> Any:
     return answer
 
 
-def recall(model: Model, policy: Policy, task: str, length: int, hay: np.ndarray, options: EvalOptions) -> list[float]:
+def recall(model: Model, policy: Policy, task: str, length: int, hay: np.ndarray, options: Eval) -> list[float]:
     """At each depth the share of rows whose whole answer is the likeliest."""
     answer, size, found = _answers(model, policy), options.batch_size, []
     for n, depth in enumerate(options.depths):
@@ -96,7 +78,7 @@ def _stretch(hay: np.ndarray, at: int, length: int) -> np.ndarray:
     return np.take(hay, np.arange(at, at + length), mode="wrap")
 
 
-def evaluate(options: EvalOptions) -> dict[str, Any]:
+def evaluate(options: Eval) -> dict[str, Any]:
     """Everything that `dsv41 eval` prints, as JSON; raises `UserError` for what cannot be scored."""
     model = load_model(options.checkpoint)
     _check(options, model)
@@ -136,10 +118,10 @@ def _dense(model: Model, length: int) -> Model:
     return Model(model.params, config, model.tokenizer, model.token_map, model.step)
 
 
-def run(options: EvalOptions, as_json: bool) -> int:
+def run(options: Eval) -> int:
     """Prints `evaluate`'s findings, as tables or JSON; 0."""
     found = evaluate(options)
-    if as_json:
+    if options.json:
         print(json.dumps(found))
         return 0
     print(f"step {found['step']}, held-out bits per byte: {found['bits_per_byte']:.4f}")

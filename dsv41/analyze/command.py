@@ -4,37 +4,21 @@ import csv
 import io
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dsv41.analyze import contexts, figures, report
 from dsv41.analyze.others import OTHERS
 from dsv41.analyze.own import own_model
 from dsv41.analyze.report import Report, Subject
+from dsv41.commands import Analyze
 from dsv41.config import PRESETS, ModelConfig, config_file, load_config, preset
 from dsv41.errors import UserError, nearest
 from dsv41.files import check_outputs, write_text
 from dsv41.show import print_table
 
-What = Literal["kv", "flops", "prefill", "params", "memory"]
 _COMPARED = ("flash", "v4-flash", "v3.2", "v1")
 _BY_CONTEXT = {"flops": report.flops, "prefill": report.prefill, "memory": report.memory}
 _PLAIN = {"kv": report.kv, "params": report.params}
-
-
-@dataclass(frozen=True)
-class AnalyzeOptions:
-    """What to report on and how; see the command's help."""
-
-    what: What
-    preset: str | None = None
-    config: Path | None = None
-    contexts: str | None = None
-    json: bool = False
-    csv: Path | None = None
-    plot: Path | None = None
-    theme: figures.Theme | None = None
 
 
 def subject(name: str) -> Subject:
@@ -51,7 +35,7 @@ def _own(config: ModelConfig, name: str, title: str) -> Subject:
     return Subject(own_model(config, name, title), config)
 
 
-def _subjects(options: AnalyzeOptions) -> list[Subject]:
+def _subjects(options: Analyze) -> list[Subject]:
     if options.config is not None:
         if options.preset is not None:
             raise UserError("config: found beside --preset, allowed is one of them")
@@ -59,7 +43,7 @@ def _subjects(options: AnalyzeOptions) -> list[Subject]:
     return [subject(name) for name in ((options.preset,) if options.preset is not None else _COMPARED)]
 
 
-def analyze(options: AnalyzeOptions) -> int:
+def analyze(options: Analyze) -> int:
     """Prints the report and writes what was asked for; 1 where a formula and a count differ. `UserError` before any work."""
     if options.contexts is not None and options.what in _PLAIN:
         raise UserError(f"contexts: found with {options.what}, allowed with {', '.join(_BY_CONTEXT)}")

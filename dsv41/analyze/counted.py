@@ -128,6 +128,11 @@ def counted_products(config: ModelConfig, tokens: int, capacity: int) -> dict[st
     return dict(found)
 
 
+def counted_total(run: Any, *arguments: Any) -> int:
+    """Multiply-adds of every matrix product in ``run`` of arrays or shapes."""
+    return sum(macs for _, macs in _products(jax.make_jaxpr(run)(*arguments).jaxpr, {}, "", 1))
+
+
 # A weight behind these is still that weight.
 _SAME = {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "gather", "copy"}
 

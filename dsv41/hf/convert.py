@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from tokenizers import Tokenizer
 
+from dsv41.commands import Convert
 from dsv41.config import ModelConfig, load_config, save_config
 from dsv41.errors import UserError
 from dsv41.hf.folder import ReleasedFolder, Selection, missing_parts, open_folder, refuse
@@ -70,20 +70,7 @@ class Imported:
     step: jax.Array
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """layers: ``"0-4"`` for the first five; draft_stages: 0 or all (None); quantize: what to write (None: as config.json)."""
-
-    src: Path
-    dst: Path
-    dry_run: bool = False
-    quantize: Target | None = None
-    layers: str | None = None
-    draft_stages: int | None = None
-    vision: bool = True
-
-
-def convert(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
+def convert(options: Convert, checkpoints: OpenCheckpoints) -> None:
     """Converts, or prints the plan; the direction follows from what ``src`` is. Raises `UserError` for bad input."""
     src = options.src
     known = (src / CHECKPOINTS).is_dir() or (src / "config.json").exists()
@@ -98,7 +85,7 @@ def convert(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
         raise UserError(f"{src}: found {found}, allowed is a folder of released weights or one that dsv41 train wrote")
 
 
-def _selection(options: ConvertOptions, config: ModelConfig) -> Selection:
+def _selection(options: Convert, config: ModelConfig) -> Selection:
     layers = None
     if options.layers is not None:
         match = re.fullmatch(r"(?:0-)?(\d{1,6})", options.layers)
@@ -118,7 +105,7 @@ def _rule() -> ShardingRule:
     return fsdp(jax.make_mesh((jax.device_count(),), ("fsdp",))) if jax.device_count() > 1 else one_device
 
 
-def _import(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
+def _import(options: Convert, checkpoints: OpenCheckpoints) -> None:
     config = load_config(options.src)
     if options.quantize is not None:
         raise UserError(
@@ -185,7 +172,7 @@ def _totals(counts: Counter[str], sizes: Counter[str]) -> Iterator[str]:
     yield f"total: {counts.total():,} tensors, {sizes.total():,} bytes"
 
 
-def _export(options: ConvertOptions, checkpoints: OpenCheckpoints) -> None:
+def _export(options: Convert, checkpoints: OpenCheckpoints) -> None:
     store = checkpoints(options.src / CHECKPOINTS, 1)
     step = store.latest()
     if step is None:

@@ -19,23 +19,21 @@ import numpy as np
 import pytest
 
 from dsv41 import cli
-from dsv41.config import PRESETS, RopeScaling, preset, save_config
+from dsv41.config import RopeScaling, preset, save_config
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
 from dsv41.hashing import table_primes
 from dsv41.numerics import Policy
 from infer.model import load_model
+from tests.runs import TEXT, records, small_data
 from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
-from train.metrics import MEASURED
 from train.packing import Packed
 from train.run import read_run, write_run
 from train.step import StepOptions, init_state, make_train_step
 from train.tokenizer import train_tokenizer
-
-TEXT = "\n".join(f"def f{n}(a, b):\n    return a * {n} + b\n" for n in range(60))
 
 
 def _tiny():
@@ -73,23 +71,17 @@ def _tiny():
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     base = tmp_path_factory.mktemp("loop")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DSV41_CACHE", str(base / "cache"))
-    (base / "data").mkdir()
-    for name in ("a.py", "b.py", "c.py"):
-        (base / "data" / name).write_text(TEXT.replace("f", name[0]))
-    patch.setitem(PRESETS, "tiny", _tiny)
-    yield TrainOptions(
-        out=base / "whole",
-        preset="tiny",
-        data=(str(base / "data"),),
-        steps=10,
-        batch_size=6,
-        accumulate=2,
-        length=64,
-        checkpoint_every=5,
-    )
-    patch.undo()
+    with small_data(base, _tiny):
+        yield TrainOptions(
+            out=base / "whole",
+            preset="tiny",
+            data=(str(base / "data"),),
+            steps=10,
+            batch_size=6,
+            accumulate=2,
+            length=64,
+            checkpoint_every=5,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +89,11 @@ def whole(options):
     return train(options)
 
 
-def _records(run):
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
-
-
 def test_a_run_learns_and_leaves_its_files(options, whole):
-    records = _records(options.out)
-    assert [r["step"] for r in records] == list(range(1, 11))
-    assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in records)
-    assert records[-1]["ce"] < records[0]["ce"]
+    logged = records(options.out)
+    assert [r["step"] for r in logged] == list(range(1, 11))
+    assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in logged)
+    assert logged[-1]["ce"] < logged[0]["ce"]
     # What resumes to the same bits below adds up parts of a batch and goes past the end of an epoch.
     assert 5 * options.batch_size < len(whole.prepared.train.ids) < 10 * options.batch_size and options.accumulate == 2
     first, last = whole.scores
@@ -121,7 +108,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
     # Ends the first part by its seconds once five steps are logged.
     def clock():
         log = part.out / "metrics.jsonl"
-        return 1e9 if log.exists() and len(_records(part.out)) >= 5 else 0.0
+        return 1e9 if log.exists() and len(records(part.out)) >= 5 else 0.0
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=clock))
     first = train(replace(part, max_seconds=1e6))
@@ -132,7 +119,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
     second = train(part)
     assert (second.resumed_from, second.steps) == (5, 10)
     assert first.scores == second.scores == []
-    assert _records(part.out) == _records(options.out)
+    assert records(part.out) == records(options.out)
     chex.assert_trees_all_equal(whole.state, second.state)
 
 
@@ -288,10 +275,10 @@ def test_a_run_that_is_asked_to_end_saves_the_step_it_is_at(options, whole, numb
         time.sleep(0.005)
     process.send_signal(number)
     assert process.wait() == code
-    done = len(_records(part.out))
+    done = len(records(part.out))
     assert [int(p.name) for p in (part.out / "checkpoints").iterdir()] == [done]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
-    assert _records(part.out) == _records(options.out)
+    assert records(part.out) == records(options.out)
 
 
 @pytest.mark.pitfall("N11")
@@ -318,7 +305,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
         out = process.communicate()[0]
         assert killed or process.returncode == 0
     assert "resumed from step" in out
-    assert _records(part.out) == _records(options.out)
+    assert records(part.out) == records(options.out)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)
     chex.assert_trees_all_equal(whole.state, restored)

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from dsv41 import cli
-from dsv41.config import PRESETS, load_config
+from dsv41.config import load_config
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
 from tests.models import tiny_config
+from tests.runs import records, small_data
 from train import recipes
 from train.checkpoint import Checkpoints
 from train.loop import BEST, train
-from train.metrics import MEASURED, Log, flops_per_token, profile_steps
+from train.metrics import Log, flops_per_token, profile_steps
 from train.options import TrainOptions
 from train.recipes import Phase, Recipe
 from train.run import read_run
 
-TEXT = "\n".join(f"def f{n}(a, b):\n    return a * {n} + b\n" for n in range(60))
 # Every mechanism that a phase can turn on, in six steps.
 PHASES = Recipe((Phase("short", 0.5, yarn=False, pool=False), Phase("long", 0.5, stretch=2, replay="mask", cache=True)))
 
@@ -48,29 +48,23 @@ def _tiny():
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     base = tmp_path_factory.mktemp("phases")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DSV41_CACHE", str(base / "cache"))
-    (base / "data").mkdir()
-    for name in ("a.py", "b.py", "c.py"):
-        (base / "data" / name).write_text(TEXT.replace("f", name[0]))
-    patch.setitem(PRESETS, "tiny", _tiny)
-    patch.setitem(recipes.RECIPES, "both", PHASES)
-    yield TrainOptions(
-        out=base / "whole",
-        preset="tiny",
-        data=(str(base / "data"),),
-        steps=6,
-        batch_size=2,
-        length=96,
-        checkpoint_every=4,
-        recipe="both",
-        qat_weights=("fp4",),
-        synthetic=0.5,
-        engram_rows=200,
-        eval_every=2,
-        profile="1:2",
-    )
-    patch.undo()
+    with small_data(base, _tiny) as patch:
+        patch.setitem(recipes.RECIPES, "both", PHASES)
+        yield TrainOptions(
+            out=base / "whole",
+            preset="tiny",
+            data=(str(base / "data"),),
+            steps=6,
+            batch_size=2,
+            length=96,
+            checkpoint_every=4,
+            recipe="both",
+            qat_weights=("fp4",),
+            synthetic=0.5,
+            engram_rows=200,
+            eval_every=2,
+            profile="1:2",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +72,16 @@ def whole(options):
     return train(options)
 
 
-def _records(run):
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
-
-
 def test_a_run_of_two_phases_logs_scores_and_keeps_its_best(options, whole):
-    records = _records(options.out)
-    assert [record["step"] for record in records] == list(range(1, 7))
-    assert all(np.isfinite(value) for record in records for value in record.values())
-    scored = [record for record in records if "heldout_bits_per_byte" in record]
+    logged = records(options.out)
+    assert [record["step"] for record in logged] == list(range(1, 7))
+    assert all(np.isfinite(value) for record in logged for value in record.values())
+    scored = [record for record in logged if "heldout_bits_per_byte" in record]
     assert [record["step"] for record in scored] == [2, 4, 6]
     for name in ("index_recall.1", "index_recall.2", "pool_recall.2", "engram_gate.1", "engram_row_growth.1", "index_kl.1"):
         assert all(record[name] >= 0 for record in scored)
     assert all(record[name] <= 1.0001 for record in scored for name in record if "recall" in name or "pool_mass" in name)
-    assert {"update_rms.muon", "sinkhorn_residual", "load_cv", "engram_lost"} <= set(records[0])
+    assert {"update_rms.muon", "sinkhorn_residual", "load_cv", "engram_lost"} <= set(logged[0])
     measured = json.loads((options.out / "metrics.jsonl").read_text().splitlines()[0])
     assert measured["memory_bytes"] > 2**20 and measured["tokens_per_second"] > 0
     assert [score.step for score in whole.scores] == [0, 2, 4, 6]
@@ -123,7 +112,7 @@ def test_resume_across_phases_gives_the_same_bits(options, whole, monkeypatch):
             train(replace(part, checkpoint_every=saved))
     again = train(part)
     assert again.resumed_from == saved
-    assert _records(part.out) == _records(options.out)
+    assert records(part.out) == records(options.out)
     chex.assert_trees_all_equal(whole.state, again.state)
     assert whole.scores == again.scores
 
