@@ -154,7 +154,7 @@ def make_train_step(
         (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
         with jax.named_scope("optimizer"):
             grads, norm = clip(specs, grads)
-            rule = make_optimizer(specs, lambda _: rate, options.active_rows)
+            rule = make_optimizer(specs, lambda _: rate, options.active_rows, policy.compute_dtype)
             updates, opt_state = rule.update(grads, state.opt_state, state.params)
             # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
             finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(floats(grads)))

@@ -69,20 +69,23 @@ def _select(specs: Any, family: str, tree: Any) -> Any:
     return map_specs(lambda spec, leaf: leaf if spec.family == family else None, specs, tree)
 
 
-def make_optimizer(specs: Any, schedule: optax.Schedule, active_rows: int = 0) -> optax.GradientTransformation:
+def make_optimizer(
+    specs: Any, schedule: optax.Schedule, active_rows: int = 0, products: Any = jnp.float32
+) -> optax.GradientTransformation:
     """The optimizer of a whole tree of weights, such as `text_specs` describes (training §1.1).
 
     ``update(gradients, state, params)`` gives updates for `apply_updates`: minus the learning rate, minus the
     spec's factor, times the family's direction; exactly zero, in the weight's dtype, for ``sign`` and ``frozen``
     weights, whose gradients are not looked at and may be anything, None included. The gradient of a table may be `Rows`.
     active_rows: rows of an Engram table whose momentum is kept; its gradient and update are `Rows`. 0 for all rows.
+    products: as for `orthogonalize`.
 
     Raises `UserError` for a leaf without a known family, and for two leaves of one name.
     """
     _check(specs)
     own = {name: _select(specs, name, specs) for name, momenta in _MOMENTA.items() if momenta}
     capacity = map_specs(lambda spec: _capacity(spec, active_rows), own["sinkhorn"])
-    rules = {"muon": muon(own["muon"]), "sinkhorn": sinkhorn(capacity), "adamw": adamw(own["adamw"])}
+    rules = {"muon": muon(own["muon"], products), "sinkhorn": sinkhorn(capacity), "adamw": adamw(own["adamw"])}
 
     def init(params: Any) -> OptimizerState:
         states = {name: rule.init(_select(specs, name, params)) for name, rule in rules.items()}
