@@ -1,4 +1,6 @@
-"""Random requests through the engine, with joins, aborts and preemptions: each must get what it gets alone, to the bit.
+"""Random requests through the engine, with joins, aborts and preemptions: each must get the tokens that it gets alone.
+
+Log-probabilities are the same to the bit where a product gives a row the same bits in every slot; how far they are apart is told.
 
 Run: python -m bench.soak [REQUESTS [SEED]]
 """
@@ -51,6 +53,7 @@ class Soaked:
     preempted: int
     joined: int
     wrong: list[str]
+    apart: float
     free_pages: int
     pages: int
     compiled_later: int
@@ -59,7 +62,8 @@ class Soaked:
         """One line for people."""
         return (
             f"{self.requests} requests, {self.joined} joined others, {self.aborted} aborted, {self.preempted} preemptions;"
-            f" {len(self.wrong)} differ from their solo runs; {self.pages - self.free_pages} pages leaked;"
+            f" {len(self.wrong)} differ from their solo runs, log-probabilities by {self.apart:.1e};"
+            f" {self.pages - self.free_pages} pages leaked;"
             f" {self.compiled_later} programs compiled after warm-up"
         )
 
@@ -96,7 +100,7 @@ def soak(engine: Engine, count: int, seed: int) -> Soaked:
         if ids and rng.random() < 0.04:
             engine.abort(ids[-1 - int(rng.integers(0, min(len(ids), 8)))])
         engine.step()
-    after, wrong = engine.metrics(), []
+    after, wrong, apart = engine.metrics(), [], 0.0
     for n, (request, one) in enumerate(zip(requests, told, strict=True)):
         alone = Told()
         engine.submit(request, alone.hear)
@@ -104,12 +108,16 @@ def soak(engine: Engine, count: int, seed: int) -> Soaked:
             pass
         if fault := differs(one, alone):
             wrong.append(f"request {n}: {fault}")
+        else:
+            pairs = zip(one.logprobs, alone.logprobs, strict=one.last is not None and one.last.finish != "abort")
+            apart = max([apart, *(abs(a - b) for a, b in pairs)])
     return Soaked(
         count,
         after.finished["abort"] - before.finished["abort"],
         after.preempted - before.preempted,
         joined,
         wrong,
+        apart,
         engine.metrics().free_pages,
         engine.metrics().pages,
         engine.device.compiled() - compiled,
@@ -122,10 +130,9 @@ def differs(one: Told, alone: Told) -> str | None:
         return "no last event"
     made = len(one.ids)
     if one.last.finish == "abort":
-        same = (one.ids, one.logprobs, one.likeliest) == (alone.ids[:made], alone.logprobs[:made], alone.likeliest[:made])
-        return None if same and alone.text.startswith(one.text) else "not the beginning of the solo run"
-    same = (one.ids, one.logprobs, one.likeliest, one.text) == (alone.ids, alone.logprobs, alone.likeliest, alone.text)
-    if not same or one.last.finish != alone.last.finish:
+        same = one.ids == alone.ids[:made] and alone.text.startswith(one.text)
+        return None if same else "not the beginning of the solo run"
+    if (one.ids, one.text) != (alone.ids, alone.text) or one.last.finish != alone.last.finish:
         return f"{one.last.finish} {one.ids} {one.text!r}, alone {alone.last.finish} {alone.ids} {alone.text!r}"
     return None
 
@@ -141,7 +148,7 @@ def small_model() -> Model:
 
 def main() -> None:
     """Prints the line; exit code 1 where anything was wrong."""
-    count, seed = (int(word) for word in (*sys.argv[1:], "2000", "0")[:2]) if len(sys.argv) < 3 else map(int, sys.argv[1:3])
+    count, seed = (int(word) for word in (sys.argv[1:] + ["2000", "0"][len(sys.argv) - 1 :]))
     engine = Engine(
         small_model(), PACKED, decoder_replay="bounded", slots=6, longest=96, page=16, pages=20, chunks=(16, 64), block=8
     )

@@ -2,7 +2,7 @@
 
 A request waits, gets a slot and pages for its prompt, is filled chunk by chunk and decoded with the others, and takes more pages
 as it grows. When there are none, the last in rank gives its own up and waits again: its prompt is filled once more in the
-same chunks, and what it has said goes through the decode steps again, so that it goes on from the same state to the bit.
+same chunks, and what it has said goes through the decode steps again, so that it goes on from the same state.
 """
 
 import bisect

@@ -90,7 +90,7 @@ def test_a_soak_leaves_nothing_behind_and_nothing_wrong(engine):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     print(found.line())
-    assert not found.wrong
+    assert not found.wrong and found.apart == 0
     assert found.free_pages == found.pages and found.compiled_later == 0 and not compiled
     assert found.preempted > 5 and found.aborted > 1 and found.joined > 20
 
