@@ -182,7 +182,9 @@ class BlockStore:
         """The rows of the first keys, up to the first that is not there."""
         found: list[bytes] = []
         with self._trying() as base:
-            for key in keys if base is not None else ():
+            if base is None:
+                return found
+            for key in keys:
                 row = base.execute("SELECT payload FROM blocks WHERE key = ?", (key,)).fetchone()
                 if row is None or not isinstance(row[0], bytes):
                     break
