@@ -67,6 +67,15 @@ class StreamDecoder:
         return text
 
 
+def begun(text: str, stops: Sequence[str]) -> int:
+    """Where the longest end of ``text`` begins that is the start, but not the whole, of one of ``stops``."""
+    longest = max(map(len, stops), default=0)
+    for at in range(max(len(text) - longest + 1, 0), len(text)):
+        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
+            return at
+    return len(text)
+
+
 class StopStrings:
     """Cuts a stream of text before the first place where any of ``stops`` (none of them empty) occurs.
 
@@ -77,7 +86,6 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._stopped = False
 
@@ -95,16 +103,9 @@ class StopStrings:
 
     def _give(self, text: str, partial: bool) -> tuple[str, bool]:
         found = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))
-        begun = self._begun(text) if partial else len(text)
+        start = begun(text, self._stops) if partial else len(text)
         # At the same place the complete one wins; without either both are at the end of the text.
-        self._stopped = found <= begun and found < len(text)
-        end = min(found, begun)
+        self._stopped = found <= start and found < len(text)
+        end = min(found, start)
         self._held = "" if self._stopped else text[end:]
         return text[:end], self._stopped
-
-    def _begun(self, text: str) -> int:
-        """Where the longest end of ``text`` begins that is the start, but not the whole, of a stop string."""
-        for at in range(max(len(text) - self._longest + 1, 0), len(text)):
-            if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in self._stops):
-                return at
-        return len(text)
