@@ -74,6 +74,10 @@ class Call:
     name: str
     arguments: dict[str, Any]
 
+    def json(self) -> str:
+        """The arguments, as OpenAI's form has them."""
+        return _json(self.arguments)
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -103,7 +107,7 @@ def effort_number(effort: Any) -> int:
     if isinstance(effort, int) and not isinstance(effort, bool) and 1 <= effort <= 100:
         return effort
     near = nearest(effort, EFFORTS) if isinstance(effort, str) else ""
-    raise UserError(f"reasoning_effort: found {effort!r}, allowed is 1 to 100 or {', '.join(EFFORTS)}{near}")
+    raise UserError(f"reasoning_effort: found {effort!r:.60}, allowed is 1 to 100 or {', '.join(EFFORTS)}{near}")
 
 
 def render(
@@ -185,15 +189,8 @@ def _json(value: Any) -> str:
 def _schema(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f'tools: found {_short(tool)}, allowed is {{"type": "function", "function": {{"name": ...}}}}')
+        raise UserError(f'tools: found {tool!r:.60}, allowed is {{"type": "function", "function": {{"name": ...}}}}')
     return _json(function)
-
-
-def _short(value: Any) -> str:
-    try:
-        return _json(value)[:60]
-    except (TypeError, ValueError):
-        return repr(value)[:60]
 
 
 def _texts(content: Any, where: str) -> list[str]:
@@ -202,14 +199,14 @@ def _texts(content: Any, where: str) -> list[str]:
         return [""]
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise UserError(f"{where}.content: found {_short(content)}, allowed is text or a list of text parts")
+        raise UserError(f"{where}.content: found {content!r:.60}, allowed is text or a list of text parts")
     texts = []
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
             raise UserError(f"{where}.content: found an image, allowed is text: this model has no vision")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         if not isinstance(text, str):
-            raise UserError(f'{where}.content: found {_short(part)}, allowed is text or {{"type": "text", "text": ...}}')
+            raise UserError(f'{where}.content: found {part!r:.60}, allowed is text or {{"type": "text", "text": ...}}')
         if IMAGE in text:
             raise UserError(f"{where}.content: found {IMAGE!r}, which stands for an image, allowed is text without it")
         texts.append(text)
@@ -222,10 +219,10 @@ def _turns(messages: Sequence[Any]) -> list[_Turn]:
     for n, message in enumerate(messages):
         where = f"messages[{n}]"
         if not isinstance(message, Mapping):
-            raise UserError(f"{where}: found {_short(message)}, allowed is an object with role and content")
+            raise UserError(f"{where}: found {message!r:.60}, allowed is an object with role and content")
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise UserError(f"{where}.role: found {role!r}, allowed are {', '.join(_ROLES)}{nearest(str(role), _ROLES)}")
+            raise UserError(f"{where}.role: found {role!r:.60}, allowed are {', '.join(_ROLES)}{nearest(str(role), _ROLES)}")
         kind, texts = _ROLES[role], _texts(message.get("content"), where)
         if kind in ("user", "tool"):
             if not turns or turns[-1].role != "user":
@@ -271,7 +268,7 @@ def _calls(message: Mapping[str, Any], where: str) -> tuple[Call, ...]:
                 arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             allowed = "a function with a name and arguments that are the JSON of an object"
-            raise UserError(f"{where}.tool_calls[{n}]: found {_short(call)}, allowed is {allowed}")
+            raise UserError(f"{where}.tool_calls[{n}]: found {call!r:.60}, allowed is {allowed}")
         found.append(Call(name, arguments))
     return tuple(found)
 
@@ -438,6 +435,7 @@ class ReplyParser:
             value = yield from self._value()
             try:
                 arguments[name] = value if plain == "true" else json.loads(value, parse_constant=_no_constant)
+                _json(arguments).encode()  # not so with half of a surrogate pair
             except (ValueError, RecursionError):
                 raise MalformedReply(f"parameter {name!r} is no JSON") from None
         return Call(invoke[1], arguments)

@@ -9,6 +9,15 @@ _KEEP, _LIMIT = 8, 16
 # A UTF-8 character has at most this many bytes.
 _MAX_BYTES = 4
 _REPLACEMENT = "\ufffd"
+# Byte-level BPE spells a byte as itself where that is a letter to see, and the others in order from 256 on.
+_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_SEEN}))}
+
+
+def spelling(tokenizer: Tokenizer, id: int) -> bytes:
+    """The bytes that a token of a byte-level BPE stands for; a special one's are its name."""
+    token = tokenizer.id_to_token(id) or ""
+    return bytes(_BYTES[c] for c in token) if _BYTES.keys() >= set(token) else token.encode()
 
 
 class StreamDecoder:
