@@ -130,10 +130,13 @@ class Device:
         """Compiles every program by running it on nothing."""
         n, one = self.slots, sampling_rows([Sampling()])
         for width in self.widths:
-            table = np.zeros((1, width), np.int32)
-            for chunk in self.chunks:
+            table, most = np.zeros((1, width), np.int32), width * self.page
+            # What no prompt within so many pages comes to is left out.
+            for shorter, chunk in zip((0, *self.chunks), self.chunks, strict=False):
+                if shorter >= most:
+                    break
                 nothing = np.zeros((1, chunk), np.int32), np.zeros((1, chunk), bool), np.ones(1, np.int32)
-                for kind in ("encode", "prefill") if self.steps.rows is not None else ("prefill",):
+                for kind in ("encode", "prefill") if self.steps.early(chunk, most) else ("prefill",):
                     args = np.int32(0), np.bool(True), table, *nothing, one, np.bool(False)
                     _, self.cache = self._programs[kind](self.params, self.cache, *args)
             zeros, ends, given = np.zeros(n, np.int32), np.full((n, ENDS), -1, np.int32), np.full((BLOCK, n), -1, np.int32)

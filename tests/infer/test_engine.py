@@ -1,5 +1,6 @@
 """The engine: what a request gets beside any others is what it gets alone, and nothing is left behind."""
 
+import json
 import threading
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import serving
 from bench.soak import Told, soak
 from dsv41.errors import UserError
 from dsv41.hashing import table_primes
@@ -244,6 +246,32 @@ def test_metrics_count_tokens_and_seconds(engine, clock):
     pairs = [np.subtract(getattr(after, name), getattr(before, name)) for name in ("time_to_first_token", "time_per_token")]
     assert np.array(pairs).tolist() == [[1, 3], [5, 10]]
     assert after.finished["length"] == before.finished["length"] + 1
+
+
+def test_benchmarks_time_what_they_say(engine, monkeypatch, capsys, tmp_path):
+    """Contexts and counts of tokens; of times, that there are some."""
+    monkeypatch.setattr(serving, "PAGE", 16)
+    monkeypatch.setattr(serving, "open_model", lambda options: engine.model)
+    serving.run("decode", ["16"], None, serving.Options(batch=2))
+    serving.run("prefill", ["16"], tmp_path / "prefill.json", serving.Options())
+    row = serving.serve(engine.model, 5, 2, "bounded", longest=16, chunks=(16,))[0]
+    assert row.more["new_tokens"] >= 5 and row.tokens_per_second > 0 and row.more["first_token_seconds"] > 0
+    kinds = [row["what"] for row in json.loads((tmp_path / "prefill.json").read_text())["results"]]
+    assert kinds == ["prefill full", "prefill bounded"]
+    said = capsys.readouterr().out
+    assert "decode      16 context    2 requests" in said and "serve   5 requests in 2 slots" in said
+    for what, words, changes, message in (
+        ("serve", ["a"], {}, "serve: found 'a'"),
+        ("decode", ["4x"], {}, "contexts: found '4x'"),
+        ("decode", [], {"batch": 0}, "batch: found 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            serving.run(what, words, None, serving.Options(**changes))
+
+
+def test_random_weights_are_not_made_of_what_no_machine_holds():
+    with pytest.raises(UserError, match=r"found 'flash', .* allowed are slice, toy, small, forty"):
+        serving.open_model(serving.Options(preset="flash"))
 
 
 def test_what_can_never_run_is_refused(engine):
