@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
+import textwrap
 import threading
 import time
+import warnings
+from pathlib import Path
 
 import httpx
 import openai
@@ -507,6 +511,19 @@ def test_a_stream_that_stops_says_why(scripted):
         assert heard[-1].status_code == 503 and "out of luck" in heard[-1].json()["error"]["message"]
         health = httpx.get(f"{scripted.url}/health")
         assert health.status_code == 503 and "out of luck" in health.json()["error"]["message"]
+
+
+def test_the_example_of_the_docs(scripted, capsys):
+    scripted.api.name = "toy"
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    example = textwrap.dedent(page[page.index("    from openai") : page.index("| path |")])
+    assert "from openai" in example and "http://127.0.0.1:8000" in example
+    with warnings.catch_warnings():
+        # The example leaves its client open.
+        warnings.simplefilter("ignore", ResourceWarning)
+        exec(example.replace("http://127.0.0.1:8000", scripted.url), {})
+        gc.collect()
+    assert capsys.readouterr().out == "hello\nhello"
 
 
 def test_the_key_and_not_ready(model):
