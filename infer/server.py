@@ -207,9 +207,11 @@ class _Events:
         try:
             for n, request in enumerate(asked.requests):
                 self._ids.append(service.engine.submit(request, partial(self._hear, n)))
-        except BaseException:
+        except UserError as error:
             self.close()
-            raise
+            # In the words of the client's request.
+            named = str(error).replace("max_new_tokens", "max_tokens", 1)
+            raise UserError(named.replace("prompt:", "messages:", 1) if asked.chat else named) from None
         if service.failed:
             self.fail(service.failed)
 
