@@ -15,7 +15,7 @@ from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.indexer import ids_to_mask
 from dsv41.layout import Layout
-from dsv41.numerics import Taps, linear, record, rms_norm, sink_softmax
+from dsv41.numerics import Taps, linear, product, record, rms_norm, sink_softmax
 from dsv41.params import AttentionParams
 from dsv41.quant import MAIN_KV, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
@@ -245,6 +245,5 @@ def project_out(
     record(taps, f"{name}.core", o)
     groups, rank = config.o_groups, config.o_lora_rank
     grouped = o.reshape(*o.shape[:2], groups, config.q_width // groups)
-    wo_a = params.wo_a.astype(o.dtype).reshape(groups, rank, -1)
-    u = _dot("btgi,gri->btgr", grouped, wo_a).astype(o.dtype)
+    u = product("btgi,gri->btgr", grouped, params.wo_a.reshape(groups, rank, -1))
     return linear(u.reshape(*o.shape[:2], groups * rank), params.wo_b)
