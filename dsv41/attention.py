@@ -68,9 +68,10 @@ def _blocks(rows: Array, before: Array, size: int) -> Array:
     return jnp.concatenate([jnp.concatenate(ahead, axis=1), blocks], axis=2)
 
 
-def _in_window(at: Array, of: Array, key_at: Array, key_of: Array, window: int) -> Bool[Array, "*s"]:
-    """Which keys a query sees by position and document (§4.5); padding, document 0, sees nothing."""
-    return (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
+def _in_window(at: Array, of: Array, key_at: Array, key_of: Array, window: int, floor: Array | None = None) -> Bool[Array, "*s"]:
+    """Which keys a query sees by position and document (§4.5), none before ``floor``; padding, document 0, sees nothing."""
+    seen = (key_at <= at) & (key_at > at - window) & (key_of == of) & (of > 0)
+    return seen if floor is None else seen & (key_at >= floor)
 
 
 def _window_scores(
@@ -93,7 +94,8 @@ def _window_scores(
     key_at = _blocks(pad(layout.positions), before.positions, size)[:, :, None]
     key_of = _blocks(pad(layout.segments), known.astype(layout.segments.dtype), size)[:, :, None]
     at, of = block(layout.positions)[..., None], block(layout.segments)[..., None]
-    mask = _in_window(at, of, key_at, key_of, window)
+    floor = None if layout.floor is None else block(layout.floor)[..., None]
+    mask = _in_window(at, of, key_at, key_of, window, floor)
     return _scores(block(q), keys), mask[:, :, :, None], keys
 
 
@@ -187,7 +189,8 @@ def attend_row(
     back = jnp.arange(time, dtype=jnp.int32)[:, None] - jnp.arange(min(window, time), dtype=jnp.int32)[None]
     at, of = layout.positions, layout.segments
     key = jnp.maximum(back, 0)
-    seen = (back >= 0)[None] & _in_window(at[..., None], of[..., None], at[:, key], of[:, key], window)
+    floor = None if layout.floor is None else layout.floor[..., None]
+    seen = (back >= 0)[None] & _in_window(at[..., None], of[..., None], at[:, key], of[:, key], window, floor)
     args = kernel_arguments(q, entries, ids, window_rows, jnp.where(seen, back[None], -1), sink)
     if registry.choose("sparse_attention", "auto", *args, mass=True).impl == "reference":
         return attend(q, window_rows, entries, ids, sink, layout, window)

@@ -20,9 +20,10 @@ from dsv41.layout import Layout
 from dsv41.numerics import Policy, Taps
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan, layer_plans
-from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, pack_rows, row_values
+from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, row_values
 from dsv41.site import Shared, choose, publish, read, visible, window_rows
 from kernels_pallas import registry
+from kernels_pallas.quantize.api import quantize_append, quantize_rows
 from kernels_pallas.sparse_attention.api import sparse_attention
 
 
@@ -60,7 +61,7 @@ class Cache:
 
 def stored(x: Float[Array, "*s n"], fmt: Format, on: bool) -> Array:
     """Rows as the cache holds them: bytes of ``fmt``, or ``x`` itself."""
-    return pack_rows(x, fmt) if on else x
+    return quantize_rows(x, fmt) if on else x
 
 
 def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int) -> Cache:
@@ -114,6 +115,11 @@ def put(rows: Array, new: Array, slots: Int[Array, "B n"]) -> Array:
     return rows.at[batch, slots].set(new, mode="drop")
 
 
+def append(rows: Array, x: Float[Array, "B n K"], slots: Int[Array, "B n"], fmt: Format, on: bool) -> Array:
+    """`put` of `stored` values."""
+    return quantize_append(rows, x, slots, fmt) if on else put(rows, x, slots)
+
+
 def _span(start: Int[Array, " B"], count: int) -> Int[Array, "B n"]:
     return start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
 
@@ -132,12 +138,11 @@ def ring_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B W"]:
     return last - (last - jnp.arange(window, dtype=jnp.int32)[None]) % window
 
 
-def write_ring(ring: Array, rows: Array, length: Int[Array, " B"], count: Int[Array, " B"]) -> Array:
-    """The ring after a chunk: the last W of its rows in their slots."""
-    window, time = ring.shape[1], rows.shape[1]
+def ring_slots(length: Int[Array, " B"], count: Int[Array, " B"], time: int, window: int) -> Int[Array, "B T"]:
+    """Slots that a chunk's rows take: those of its last W rows, past the end for others."""
     index = _span(jnp.zeros_like(count), time)
     kept = (index < count[:, None]) & (index >= count[:, None] - window)
-    return put(ring, rows, jnp.where(kept, _span(length, time) % window, window))
+    return jnp.where(kept, _span(length, time) % window, window)
 
 
 def kernel_arguments(
@@ -203,8 +208,10 @@ def extend_source(
     number = _span(length // ratio, latent.shape[1])
     complete = (number + 1) * ratio <= (length + count)[:, None]
     slots = jnp.where(complete, number, source.main_kv.shape[1])
-    entries, keys = publish(latent, number * ratio, params, plan, config, policy, taps, stored)
-    return replace(source, main_kv=put(source.main_kv, entries, slots), index_k=put(source.index_k, keys, slots))
+    pools = {MAIN_KV: source.main_kv, INDEX_KEY: source.index_k}
+    into = lambda x, fmt, on: append(pools[fmt], x, slots, fmt, on)  # noqa: E731
+    entries, keys = publish(latent, number * ratio, params, plan, config, policy, taps, into)
+    return replace(source, main_kv=entries, index_k=keys)
 
 
 @struct.dataclass
@@ -229,9 +236,11 @@ def cached_site(
     shared, cache = carried.shared, carried.cache
     length, count = cache.length, jnp.sum(layout.segments, axis=1)
     latent_q = attention.query_latent(x, params, config)
-    rows = window_rows(x, params, plan, layout, config, policy, taps, stored)
-    before = cache.windows[plan.layer]
-    ring = write_ring(before, rows, length, count)
+    before, time, on = cache.windows[plan.layer], x.shape[1], policy.quantize_window
+    kv = window_rows(x, params, plan, layout, config, policy, taps, lambda kv, fmt, on: kv)
+    rows, slots = stored(kv, WINDOW_KV, on), ring_slots(length, count, time, config.sliding_window)
+    # One token's row is read in the ring alone where a kernel attends: packing it there is one launch less.
+    ring = append(before, kv, slots, WINDOW_KV, on) if time == 1 else put(before, rows, slots)
     cache = replace(cache, windows=(*cache.windows[: plan.layer], ring, *cache.windows[plan.layer + 1 :]))
     if plan.owns_kv:
         n = config.kv_source_layer_ids.index(plan.layer)

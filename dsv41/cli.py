@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, generate, verify, demo, convert, bench, analyze.
+"""The command line `dsv41`: plan, train, eval, generate, verify, demo, convert, bench, analyze.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -33,7 +33,7 @@ class Bench:
     what: tyro.conf.Positional[Literal["kernels", "explain"]]
     """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case."""
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """mega_mhc or sparse_attention; after explain also, for example, queries=128 heads=64."""
+    """Ops by name, such as sparse_attention; after explain also, for example, queries=128 heads=64."""
     out: Path | None = None
     """Also write the times to this JSON file."""
 
@@ -48,7 +48,7 @@ class Analyze:
     what: tyro.conf.Positional[Literal["kv", "flops", "prefill", "params", "memory"]]
     """kv: cache bytes of a token. flops: of a decoded token. prefill: of a prompt. params. memory: a request's cache."""
     preset: str | None = None
-    """One model: flash, slice, toy, v4-flash, v3.2 or v1."""
+    """One model: flash, slice, toy, small, v4-flash, v3.2 or v1."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
     contexts: str | None = None
@@ -68,7 +68,7 @@ class Plan:
     """Show what each layer does, how many parameters it has and what it adds to the cache."""
 
     preset: str | None = None
-    """A named configuration: flash (default) or toy."""
+    """A named configuration: flash (default), small, slice or toy."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
     json: bool = False
@@ -81,22 +81,24 @@ class Train:
 
     out: Path = Path("runs/train")
     """The run's folder: config, tokenizer, metrics, checkpoints, loss curve."""
-    preset: str = "toy"
-    """A named configuration."""
+    recipe: str = "toy"
+    """What is on when: toy (all of the release's inference), small (one GPU), long (rows become 16 times as long), qat."""
+    preset: str | None = None
+    """A named configuration; the recipe's or toy where not given."""
     config: Path | None = None
     """A config.json in place of a preset."""
     data: tuple[str, ...] = ("stdlib",)
     """Text files, folders, or stdlib: the standard library's source."""
-    steps: int = 1000
-    """Steps in all; 0 for as many as --max-seconds allow."""
-    batch_size: int = 4
-    """Rows a step."""
+    steps: int | None = None
+    """Steps in all, the recipe's or 1000 where not given; 0 for as many as --max-seconds allow."""
+    batch_size: int | None = None
+    """Rows a step; the recipe's or 4 where not given."""
     accumulate: int = 1
     """Parts of a batch that go through the model one after another, to save memory; a divisor of its rows."""
-    length: int = 256
-    """Tokens a row."""
-    lr: float = 1.5e-2
-    """Peak learning rate."""
+    length: int | None = None
+    """Tokens a row; the recipe's or 256 where not given."""
+    lr: float | None = None
+    """Peak learning rate; the recipe's or 0.015 where not given."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     checkpoint_every: int = 500
@@ -107,6 +109,58 @@ class Train:
     """Stop after so many seconds, with a checkpoint."""
     evaluate: bool = True
     """Score the held-out text before and after."""
+    eval_every: int = 0
+    """Steps between scores of the held-out text, of which the best one's checkpoint is kept in OUT/best; 0 for none."""
+    dtype: str | None = None
+    """Of the passes: float32 or bfloat16; masters and momenta are float32. The recipe's or float32 where not given."""
+    remat: str | None = None
+    """What the backward pass computes again to save memory: none, attention or block; the recipe's where not given."""
+    index_teacher: str = "own"
+    """Whose attention an indexer learns: its own layer's, or served for the mean over all that read its selection."""
+    qat_weights: tuple[str, ...] = ()
+    """In quantised phases, weights trained as released: fp4 (experts), fp8 (other linears), fp8_rows (Engram tables)."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log partition."""
+    engram_rows: int = 0
+    """Rows of each Engram table that keep momentum, so that a large table costs what its touched rows do; 0 for all."""
+    synthetic: float = 0.0
+    """Share of each batch's rows made into needle, recall and copy tasks."""
+    profile: str | None = None
+    """Steps to trace, as 20:23, into OUT/profile."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project; a resume goes on with the same run."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Score a run: bits per byte of held-out text, tasks by length and depth, what its selections catch."""
+
+    checkpoint: Path
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
+    data: tuple[str, ...] = ("stdlib",)
+    """Text whose held-out part is scored, and is the tasks' hay: text files, folders, or stdlib."""
+    length: int = 256
+    """Tokens a row of text."""
+    batch_size: int = 4
+    """Rows at a time."""
+    tasks: tuple[str, ...] = ("needle",)
+    """needle, recall (of one among eight keys) and copy; nothing for none."""
+    lengths: tuple[int, ...] = ()
+    """Tokens a row of a task; --length where not given."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Where in its row an answer stands: 0 at the beginning, 1 just before the question."""
+    rows: int = 16
+    """Rows of each task, length and depth."""
+    seed: int = 0
+    """Seed of the tasks."""
+    packed: bool = False
+    """With the caches' FP4 and FP8 rows."""
+    dense: bool = False
+    """Read every visible entry in place of the selected ones."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +241,7 @@ def _plan(args: Plan) -> int:
     from dsv41.config import load_config, preset
     from dsv41.params import count_parameters, text_specs
     from dsv41.plan import plan_table
+    from train.optim import optimizer_report
 
     if args.preset is not None and args.config is not None:
         raise UserError("--config: found beside --preset, allowed is one of them")
@@ -194,6 +249,7 @@ def _plan(args: Plan) -> int:
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
     table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))
+    table["optimizer"] = optimizer_report(specs)
     if args.json:
         print(json.dumps(table, indent=1))
         return 0
@@ -206,8 +262,11 @@ def _plan(args: Plan) -> int:
 def _train(args: Train) -> int:
     _use_compilation_cache()
     from train.loop import TrainOptions, finished, train
+    from train.recipes import recipe
 
-    options = TrainOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
+    suggested = recipe(args.recipe).suggests
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    options = TrainOptions(**{**suggested, **{name: value for name, value in given.items() if value is not None}})
     if done := finished(options):
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
@@ -225,6 +284,13 @@ def _train(args: Train) -> int:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")
     return 0
+
+
+def _eval(args: Eval) -> int:
+    _use_compilation_cache()
+    from train.evaluate import EvalOptions, run
+
+    return run(EvalOptions(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EvalOptions)}), args.json)
 
 
 def _prompts(args: Generate) -> list[str]:
@@ -347,6 +413,7 @@ def _analyze(args: Analyze) -> int:
 _COMMANDS = {
     "plan": (Plan, _plan),
     "train": (Train, _train),
+    "eval": (Eval, _eval),
     "generate": (Generate, _generate),
     "verify": (Verify, _verify),
     "demo": (Demo, _demo),
@@ -359,8 +426,14 @@ _COMMANDS = {
 _POSITIONAL = {"src", "dst", "paths", "what", "words"}
 # What tyro passes on from Python, in this program's words.
 _PLAINER = (
-    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1: found \2, allowed is a whole number"),
-    (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1: found \2, allowed is a number"),
+    (
+        r"Error parsing (\S+): (?:no type matching .*)?invalid literal for int\(\) with base 10: (.*)",
+        r"\1: found \2, allowed is a whole number",
+    ),
+    (
+        r"Error parsing (\S+): (?:no type matching .*)?could not convert string to float: (.*)",
+        r"\1: found \2, allowed is a number",
+    ),
     (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
 )
 

@@ -343,6 +343,53 @@ def _toy() -> ModelConfig:
     )
 
 
+def _small() -> ModelConfig:
+    """About 190M parameters, 50M of them in tables, for one GPU: sixteen layers, rows from 1,024 tokens."""
+    layers, orders, heads, rows = (1, 6), 4, 4, 65536
+    primes = table_primes(len(layers), orders, heads, rows)
+    return ModelConfig(
+        vocab_size=16384,
+        hidden_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        head_dim=128,
+        qk_rope_head_dim=32,
+        q_lora_rank=256,
+        o_lora_rank=128,
+        o_groups=4,
+        max_position_embeddings=16384,
+        rope_scaling=RopeScaling(original_max_position_embeddings=1024),
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        sliding_window=64,
+        compress_ratios=(0, 0, *(2,) * 6, *(1,) * 8),
+        kv_source_layer_ids=(2, 5, 8),
+        index_source_layer_ids=(2, 5, 8, 11, 14),
+        index_n_heads=8,
+        index_head_dim=64,
+        index_topk=128,
+        candidate_source_layer_id=8,
+        candidate_topk_blocks=48,
+        engram_layer_ids=layers,
+        engram_num_embeddings=tuple(sum(p) for p in primes),
+        engram_max_ngram_size=orders,
+        engram_vocab_size=rows,
+        engram_n_heads=heads,
+        engram_head_dim=32,
+        engram_compressed_vocab_size=16384,
+        num_nextn_predict_layers=0,
+        dspark_noise_token_id=2,
+        dspark_target_layer_ids=(13, 14, 15),
+        dspark_markov_rank=64,
+        dspark_n_routed_experts=8,
+        dspark_num_experts_per_tok=2,
+        image_token_id=2,
+        quantization_config=QuantizationConfig(),
+        vision_config=None,
+    )
+
+
 def _slice() -> ModelConfig:
     """Four layers of the release's width: window only, Full of ratio 2, Full of ratio 1 with a pool that binds, Reindex.
 
@@ -373,11 +420,14 @@ def _slice() -> ModelConfig:
     )
 
 
-PRESETS = {"flash": ModelConfig, "slice": _slice, "toy": _toy}
+PRESETS = {"flash": ModelConfig, "slice": _slice, "toy": _toy, "small": _small}
 
 
 def preset(name: str) -> ModelConfig:
-    """A named config: `flash` is the release, `slice` four layers of its width, `toy` trains on a laptop CPU."""
+    """A named config.
+
+    `flash` is the release, `slice` four layers of its width, `toy` trains on a laptop CPU, `small` on one GPU.
+    """
     if name not in PRESETS:
         raise ConfigError(f"preset: found {name!r}, allowed are {', '.join(PRESETS)}{nearest(name, PRESETS)}")
     return PRESETS[name]()

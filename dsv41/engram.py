@@ -1,15 +1,21 @@
 """Engram: hashed n-gram rows, gated onto the residual streams before a block (architecture §11)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsv41.config import ModelConfig
 from dsv41.hashing import hash_rows, lookback
+from dsv41.hf.stored import StoredWeight
 from dsv41.layout import Layout
 from dsv41.numerics import Taps, linear, record
-from dsv41.params import EngramParams
+from dsv41.params import EngramParams, LayerParams
+from kernels_pallas.engram_gather.api import engram_gather, in_host_memory
 
 
 def engram_rows(
@@ -41,19 +47,50 @@ def hashed(
     return tuple(hash_rows(rows, table) for table in config.engram_hashes)
 
 
+@struct.dataclass
+class Fetched:
+    """Rows of a table on their way: their numbers ``[B, T, C]`` and values ``[B, T, C, W]``."""
+
+    ids: jax.Array
+    values: jax.Array
+
+
+def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"]:
+    """Rows of a table of floats or of a `StoredWeight`, in ``dtype``."""
+    return engram_gather(*_parts(table), rows, dtype)
+
+
+def fetch_ahead(layers: Sequence[LayerParams], rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:
+    """The rows of tables in pinned host memory, asked for before the first layer; others stay numbers, for their layer.
+
+    Numbers depend on tokens alone, so what the first layers compute hides the way over the bus.
+    """
+    tables = [layer.engram.embed for layer in layers if layer.engram is not None]
+    ahead = lambda ids, table: Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(_parts(table)[0]) else ids  # noqa: E731
+    return tuple(ahead(ids, table) for ids, table in zip(rows, tables, strict=True))
+
+
+def _parts(table: Any) -> tuple[Any, Any]:
+    return (table.codes, table.scales) if isinstance(table, StoredWeight) else (table, None)
+
+
 def apply_engram(
     streams: Float[Array, "B T N D"],
-    rows: Int[Array, "B T C"],
+    rows: Any,
     layout: Layout,
     params: EngramParams,
     config: ModelConfig,
     taps: Taps | None,
     name: str,
 ) -> Float[Array, "B T N D"]:
-    """``X_j += gate_j value`` with a parameter-free signed-root gate per stream; 0 at image tokens (§11.5)."""
+    """``X_j += gate_j value`` with a parameter-free signed-root gate per stream; 0 at image tokens (§11.5).
+
+    rows: numbers ``[B, T, C]`` of the table's rows, or `Fetched` ones.
+    """
     batch, time, n, d = streams.shape
-    record(taps, f"{name}.hash_ids", rows)
-    fetched = params.embed[rows].astype(streams.dtype).reshape(batch, time, -1)
+    rows = rows if isinstance(rows, Fetched) else Fetched(rows, fetch(params.embed, rows, streams.dtype))
+    record(taps, f"{name}.hash_ids", rows.ids)
+    fetched = rows.values.reshape(batch, time, -1)
     kv = linear(fetched, params.wkv)
     key = kv[..., : n * d].reshape(batch, time, n, d).astype(jnp.float32)
     value = kv[..., n * d :]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
@@ -16,6 +17,7 @@ from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
 
 Select = Callable[[Array, int], Array]  # `select` or what does the same
+SELECTED = "selected"  # what a backward pass that computes a layer again takes from the forward pass
 PICKED_BYTES = 64 << 20  # of selected keys at once, as float32
 
 
@@ -195,7 +197,7 @@ def select(scores: Float32[Array, "B T S"], k: int) -> Int[Array, "B T k"]:
     value, ids = lax.top_k(scores, min(k, size))
     # The sentinel sorts behind every id.
     ordered = jnp.sort(jnp.where(value > -jnp.inf, ids, size), axis=-1)
-    return jnp.where(ordered == size, -1, ordered)
+    return checkpoint_name(jnp.where(ordered == size, -1, ordered), SELECTED)
 
 
 def ids_to_mask(ids: Int[Array, "B T k"], size: int) -> Bool[Array, "B T S"]:
@@ -206,20 +208,26 @@ def ids_to_mask(ids: Int[Array, "B T k"], size: int) -> Bool[Array, "B T S"]:
     return mask.at[batch[:, None, None], time[None, :, None], slots].set(True)[..., :size]
 
 
+def teacher(mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"]) -> Float32[Array, "B T k"]:
+    """Attention mass of the selected entries as a distribution over them, detached; zeros where there is none."""
+    mass = jnp.where(ids >= 0, lax.stop_gradient(mass), 0.0)
+    return mass / jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), 1e-30)
+
+
 def index_kl(
     picked: Float32[Array, "B T k"], mass: Float32[Array, "B T k"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]
 ) -> Float32[Array, ""]:
     """KL from the attention's own mass over the selected entries to the indexer's softmax over them (training §4.3).
 
     picked: the indexer's scores of the selected entries.
-    mass: attention probability of each selected entry summed over heads, with window and sink in the denominator.
+    mass: attention probability of each selected entry summed over heads, with window and sink in the denominator; or a
+    sum over layers of `teacher`.
     Averaged over live queries with two candidates or more.
     """
     valid = ids >= 0
     rows = live & (jnp.sum(valid, axis=-1) > 1)
     log_q = jax.nn.log_softmax(jnp.where(valid, picked, -1e30), axis=-1)
-    mass = jnp.where(valid, lax.stop_gradient(mass), 0.0)
-    p = mass / jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), 1e-30)
+    p = teacher(mass, ids)
     terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - log_q)
     per_query = jnp.sum(jnp.where(valid, terms, 0.0), axis=-1)
     return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(jnp.sum(rows.astype(jnp.float32)), 1.0)

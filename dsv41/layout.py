@@ -1,5 +1,7 @@
 """Where each token stands: documents of packed rows, positions, and which compressed entries a query may see (§4.6, §7)."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,7 +13,8 @@ class Layout:
     """Static facts of a batch of rows.
 
     segments ``[B, T]``: 0 padding, 1.. documents; starts: index of the document's first token; positions: within the
-    document; live: not padding; image: inside an image span.
+    document; live: not padding; image: inside an image span. floor: the first position that a token's window may reach,
+    where windows are cut short.
     """
 
     segments: jax.Array
@@ -19,6 +22,15 @@ class Layout:
     positions: jax.Array
     live: jax.Array
     image: jax.Array
+    floor: jax.Array | None = None
+
+
+def replay_layout(layout: Layout, start: Int[Array, "B T"]) -> Layout:
+    """Windows as after a replay from position ``start`` of each token's document: tokens behind it see none before it.
+
+    Tokens before it, of which a replay knows nothing, keep their windows (training §6.2).
+    """
+    return replace(layout, floor=jnp.where(layout.positions >= start, start, 0))
 
 
 def make_layout(segments: Int[Array, "B T"], image: Bool[Array, "B T"] | None = None) -> Layout:

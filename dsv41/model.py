@@ -1,6 +1,7 @@
 """The text model, over full sequences and behind a cache: embedding, streams, blocks, final collapse, head (architecture §3)."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,19 +13,25 @@ from dsv41 import mhc
 from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
-from dsv41.engram import engram_rows, folded_ids, hashed
-from dsv41.layout import Layout, make_layout
+from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
+from dsv41.indexer import SELECTED
+from dsv41.layout import Layout, make_layout, replay_layout
 from dsv41.numerics import Policy, Taps, linear, record, rms_norm
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
-from dsv41.site import Shared
+from dsv41.site import Shared, served_kl, whole_row
 
 
 @struct.dataclass
 class Output:
-    """logits ``[B, T, V]`` float32; load ``[L, E]`` routed live text tokens; balance, index_kl: summed over layers."""
+    """hidden ``[B, T, D]``: what the head reads, in compute dtype; logits ``[B, T, V]`` float32, None from `features`.
 
-    logits: jax.Array
+    load ``[L, 2, E]``: tokens routed to each expert, of live text and of image tokens. balance ``[L]``. index_kl ``[I]``, a
+    loss for each index source.
+    """
+
+    hidden: jax.Array
+    logits: Any
     load: jax.Array
     balance: jax.Array
     index_kl: jax.Array
@@ -83,12 +90,13 @@ def extend(
     count = jnp.sum(segments, axis=1)
     layout = chunk_layout(cache.length, count, time, image)
     rows, history = extend_history(ids, layout, cache, token_map, config)
-    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
     carried = Carried(Shared(), cache)
-    tokens = Tokens(ids, layout, rows)
+    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(streams, pre, layer, plan, carried, tokens, config, policy, taps, cached_site)
-        streams, pre, carried = out.streams, out.pre, out.carried
+        out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
+        residual, carried = out.residual, out.carried
+    streams, pre = mhc.settle(residual, taps), residual.pre
     record_draft_input(taps, config)
     cache = replace(carried.cache, length=cache.length + count, history=history)
     if every:
@@ -113,12 +121,86 @@ def record_draft_input(taps: Taps | None, config: ModelConfig) -> None:
 def unembed(
     params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
 ) -> Float[Array, "B T V"]:
-    """Final collapse with the last FFN site's input mix (the V4 form has a predictor of its own), norm, float32 head (§3)."""
+    """float32 logits of `final_hidden` (§3)."""
+    return linear(final_hidden(params, streams, pre, config, taps), params.head, jnp.float32)
+
+
+def final_hidden(
+    params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
+) -> Float[Array, "B T D"]:
+    """Final collapse with the last FFN site's input mix (the V4 form has a predictor of its own), and norm (§3)."""
     if params.hc_head is not None:
         pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
     hidden = mhc.collapse(pre, streams)
     record(taps, "final_hidden", hidden)
-    return linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
+    return rms_norm(hidden, params.norm, config.rms_norm_eps)
+
+
+def table_rows(
+    ids: Int[Array, "B T"], segments: Int[Array, "B T"], token_map: Int[Array, " V"], config: ModelConfig, image: Any = None
+) -> tuple[Int[Array, "B T C"], ...]:
+    """Rows of each Engram table that `features` fetches for a batch, in its order."""
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    ids, segments, image, _ = _align(ids, segments, image, config.document_alignment)
+    return make_tokens(ids, segments, image, token_map, config).engram_rows
+
+
+def features(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    ids: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
+    token_map: Int[Array, " V"],
+    taps: Taps | None = None,
+    image: Bool[Array, "B T"] | None = None,
+    rows: tuple[Int[Array, "B T C"], ...] | None = None,
+    replay: Int[Array, "B T"] | None = None,
+) -> Output:
+    """`forward` without the head.
+
+    rows: rows to fetch from the tables of ``params`` in place of `table_rows`, where those hold a choice of rows. replay:
+    in decoder layers a token at this position of its document or later sees no window key before it; 0 for none. Both
+    want rows that start with a document.
+    """
+    segments = jnp.ones_like(ids) if segments is None else segments
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
+    tokens = make_tokens(ids, segments, image, token_map, config)
+    tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
+    behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))
+    streams = embed(params, ids, config, policy)
+    record(taps, "embed_streams", streams)
+    residual, shared = mhc.Residual(streams, first_mix(ids, config)), Shared()
+    run, site = _rematerialised(policy)
+    outs = []
+    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
+        seen = behind if plan.half == "decoder" else tokens
+        out = run(residual, layer, plan, shared, seen, config, policy, taps, site)
+        residual, shared = out.residual, out.carried
+        outs.append(out)
+    record_draft_input(taps, config)
+    streams = mhc.settle(residual, taps)
+    kl = [out.index_kl for out, plan in zip(outs, layer_plans(config), strict=True) if plan.selects]
+    if policy.index_teacher == "served":
+        kl = [*kl[1:], served_kl(shared, tokens.layout)]
+    return Output(
+        jnp.take_along_axis(final_hidden(params, streams, residual.pre, config, taps), back[..., None], axis=1),
+        None,
+        jnp.stack([out.load for out in outs]),
+        jnp.stack([out.balance for out in outs]),
+        jnp.stack(kl) if kl else jnp.zeros((0,), jnp.float32),
+    )
+
+
+def _rematerialised(policy: Policy) -> tuple[Any, Any]:
+    """The block and its attention site, one of them such that its backward pass computes it again."""
+    again = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
+    if policy.remat == "block":
+        return again(block, static_argnums=(2, 5, 6, 7, 8)), whole_row
+    if policy.remat == "attention":
+        return block, again(whole_row, static_argnums=(2, 5, 6, 7))
+    return block, whole_row
 
 
 def forward(
@@ -137,21 +219,7 @@ def forward(
     of `ModelConfig.document_alignment`, or one document behind any left padding. token_map: Engram's folding map (§11.1).
     taps: a dict to fill with intermediates under their golden names. image: image-span tokens.
     """
-    segments = jnp.ones_like(ids) if segments is None else segments
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
-    tokens = make_tokens(ids, segments, image, token_map, config)
-    streams = embed(params, ids, config, policy)
-    record(taps, "embed_streams", streams)
-    pre = first_mix(ids, config)
-    shared = Shared()
-    loads, balance, kl = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(streams, pre, layer, plan, shared, tokens, config, policy, taps)
-        streams, pre, shared = out.streams, out.pre, out.carried
-        loads.append(out.load)
-        balance, kl = balance + out.balance, kl + out.index_kl
-    record_draft_input(taps, config)
-    logits = jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1)
+    out = features(params, config, policy, ids, segments, token_map, taps, image)
+    logits = linear(out.hidden, params.head, jnp.float32)
     record(taps, "logits", logits)
-    return Output(logits, jnp.stack(loads), balance, kl)
+    return replace(out, logits=logits)

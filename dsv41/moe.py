@@ -1,5 +1,7 @@
 """Mixture of experts: sqrt-softplus routing with a correction bias, grouped expert products, shared expert (architecture §9)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,6 +11,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dsv41.config import ModelConfig
 from dsv41.numerics import Taps, linear, record, swiglu
 from dsv41.params import ExpertParams, MoEParams
+from kernels_pallas import registry
+from kernels_pallas.grouped_matmul.api import grouped_matmul, grouped_swiglu
+from kernels_pallas.grouped_matmul.reference import values
 
 
 @struct.dataclass
@@ -47,6 +52,48 @@ def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
     return linear(hidden.astype(x.dtype), w.w2)
 
 
+@jax.custom_vjp
+def _spread(x: Array, order: Array, place: Array) -> Array:
+    """Each row of ``x`` once for each of its items, in ``order``; ``place`` is where an item went.
+
+    Its gradient and that of `_gathered` are each other's, written out: sums over an item's known places in float32 and in a
+    known order, where XLA's own would add rows into shared memory as they come.
+    """
+    return x[order // (order.size // x.shape[0])]
+
+
+def _spread_forward(x: Array, order: Array, place: Array) -> tuple[Array, Any]:
+    return _spread(x, order, place), (order, place, x.shape[0])
+
+
+def _spread_backward(kept: Any, g: Array) -> tuple:
+    order, place, count = kept
+    return _gathered(g, order, place, count).astype(g.dtype), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+def _gathered_primal(rows: Array, order: Array, place: Array, count: int) -> Array:
+    """Sums in float32 of the rows of each of ``count`` tokens' items."""
+    return jnp.sum(rows[place].astype(jnp.float32).reshape(count, -1, *rows.shape[1:]), axis=1)
+
+
+_gathered: Any = jax.custom_vjp(_gathered_primal, nondiff_argnums=(3,))
+
+
+def _gathered_forward(rows: Array, order: Array, place: Array, count: int) -> tuple[Array, Any]:
+    return _gathered_primal(rows, order, place, count), (order, place, jnp.zeros((), rows.dtype))
+
+
+def _gathered_backward(count: int, kept: Any, g: Array) -> tuple:
+    order, place, like = kept
+    return _spread(g.astype(like.dtype), order, place), None, None
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
 def grouped_experts(
     x: Float[Array, "N D"],
     ids: Int[Array, "N k"],
@@ -57,49 +104,28 @@ def grouped_experts(
 ) -> Float32[Array, "N D"]:
     """Sum over each token's experts in float32; no token is dropped, padding reaches no expert.
 
-    Tokens are sorted by expert and each group padded to whole blocks, so that every block meets one expert's weights in
-    one batched product: static shapes for any skew, with at most one block an expert wasted. Fewer token-expert pairs than
+    Tokens are sorted by expert for `kernels_pallas.grouped_matmul`. Without a kernel for it, fewer token-expert pairs than
     experts need no sorting.
     """
-    experts, k = params.w1.shape[0], ids.shape[1]
-    items = ids.size
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    if items <= experts:
+    experts, items = params.w1.shape[0], ids.size
+    rows, scale = jax.ShapeDtypeStruct((items, x.shape[1]), x.dtype), jax.ShapeDtypeStruct((items,), weights.dtype)
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+    into = registry.choose("grouped_matmul", "auto", rows, (params.w1, params.w3), sizes, scale, limit=limit)
+    if items <= experts and into.impl == "reference":
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         # A few tokens: each fetches its experts' weights.
-        w = jax.tree.map(lambda p: p.astype(x.dtype)[ids], params)
+        w = ExpertParams(*(values(p, x.dtype)[ids] for p in (params.w1, params.w3, params.w2)))
         one = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
         hidden = swiglu(one("ni,nkoi->nko", x, w.w1), one("ni,nkoi->nko", x, w.w3), limit) * weights[..., None]
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
         return jnp.sum(jnp.where(live[:, None, None], out, 0.0), axis=1)
-    block = 8
-    while block < 64 and block * experts * 2 <= items:
-        block *= 2
-    blocks = -(-items // block) + experts
     expert = jnp.where(live[:, None], ids, experts).reshape(-1)
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    # As one masked sum each: a cumulative sum is a kernel a doubling.
-    earlier = jnp.tri(experts, dtype=jnp.int32)
-    ends = jnp.sum(earlier * -(-sizes // block)[None], axis=1)  # in blocks
-    begin, first = (ends + (-sizes // block)) * block, jnp.sum(earlier * sizes[None], axis=1) - sizes
-    sorted_expert = expert[order]
-    group = jnp.minimum(sorted_expert, experts - 1)
-    slot = begin[group] + jnp.arange(items, dtype=jnp.int32) - first[group]
-    slot = jnp.where(sorted_expert < experts, slot, blocks * block).astype(jnp.int32)
-    item_of_slot = jnp.full((blocks * block,), items, jnp.int32).at[slot].set(order, mode="drop")
-    slot_of_item = jnp.full((items,), blocks * block, jnp.int32).at[order].set(slot)
-
-    rows = jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])[jnp.minimum(item_of_slot // k, x.shape[0])]
-    rows = rows.reshape(blocks, block, -1)
-    scale = jnp.concatenate([weights.reshape(-1), jnp.zeros((1,), weights.dtype)])[item_of_slot]
-    owner = jnp.sum((jnp.arange(blocks, dtype=jnp.int32)[:, None] >= ends[None]).astype(jnp.int32), axis=1)
-    w = jax.tree.map(lambda p: p.astype(x.dtype)[jnp.minimum(owner, experts - 1)], params)
-    product = lambda a, b: jnp.einsum("nbi,noi->nbo", a, b, precision=precision)  # noqa: E731
-    hidden = swiglu(product(rows, w.w1), product(rows, w.w3), limit) * scale.reshape(blocks, block, 1)
-    out = product(hidden.astype(x.dtype), w.w2).reshape(blocks * block, -1)
-    out = jnp.concatenate([out, jnp.zeros((1, out.shape[1]), out.dtype)])
-    picked = out[slot_of_item].astype(jnp.float32).reshape(*ids.shape, -1)
-    return jnp.sum(picked, axis=1)
+    place = jnp.zeros((items,), jnp.int32).at[order].set(jnp.arange(items, dtype=jnp.int32), unique_indices=True)
+    scale = _spread(weights.reshape(-1), order, place)
+    hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
+    return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])
 
 
 def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int) -> Float32[Array, " E"]:
@@ -129,8 +155,8 @@ def moe(
     image: Bool[Array, "B T"],
     taps: Taps | None,
     name: str,
-) -> tuple[Float[Array, "B T D"], Float32[Array, " E"], Float32[Array, ""]]:
-    """Output, expert load of live text tokens, and the layer's sequence balance loss."""
+) -> tuple[Float[Array, "B T D"], Float32[Array, "2 E"], Float32[Array, ""]]:
+    """Output, expert load of live text tokens and of image tokens, and the layer's sequence balance loss."""
     batch, time, d = x.shape
     flat, alive = x.reshape(-1, d), live.reshape(-1)
     routing = route(flat, params, config, image.reshape(-1), token_ids.reshape(-1))
@@ -140,7 +166,7 @@ def moe(
     routed = grouped_experts(flat, routing.ids, routing.weights, alive, params.experts, config.swiglu_limit)
     shared = _swiglu_expert(flat, params.shared, config.swiglu_limit)
     out = (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(batch, time, d)
-    text = alive & ~image.reshape(-1)
-    load = expert_load(routing.ids, text, config.n_routed_experts)
+    kinds = (alive & ~image.reshape(-1), alive & image.reshape(-1))
+    load = jnp.stack([expert_load(routing.ids, kind, config.n_routed_experts) for kind in kinds])
     scores = routing.scores.reshape(batch, time, -1)
     return out, load, sequence_balance(scores, routing.ids.reshape(batch, time, k), live)

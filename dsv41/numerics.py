@@ -1,7 +1,7 @@
 """Dtype policy and the small numeric pieces every step shares: linear, RMSNorm, clamped SwiGLU, softmax with a sink."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,20 @@ Taps = dict[str, Any]
 
 @dataclass(frozen=True)
 class Policy:
-    """Static numerics of a forward pass: compute dtype, and which of §8's cache quantisers are on."""
+    """Static numerics of a forward pass: compute dtype, and which of §8's cache quantisers are on.
+
+    In training also: candidate_pool, whether Reindex layers select within the pool or from all that is visible (§7);
+    index_teacher, whose attention an indexer learns from, its own layer's or the mean over all layers that read its
+    selection (training §4.3); remat, what the backward pass computes again, without selecting again.
+    """
 
     compute_dtype: Any = jnp.float32
     quantize_main_kv: bool = False
     quantize_index: bool = False
     quantize_window: bool = False
+    candidate_pool: bool = True
+    index_teacher: Literal["own", "served"] = "own"
+    remat: Literal["none", "attention", "block"] = "none"
 
 
 PACKED = Policy(quantize_main_kv=True, quantize_index=True, quantize_window=True)

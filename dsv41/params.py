@@ -360,6 +360,11 @@ def _balanced_experts(key: PRNGKeyArray, spec: ParamSpec, experts: int) -> jax.A
     return first.astype(jnp.int32)
 
 
+def init_std(config: ModelConfig, spec: ParamSpec) -> float:
+    """Standard deviation that initial values of a matrix are drawn with, before they are cut at three of it."""
+    return min(config.initializer_range, spec.shape[-1] ** -0.5)
+
+
 def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
     """Initial weights. Each leaf's key is folded from its name, so a value does not depend on the tree around it.
 
@@ -375,7 +380,6 @@ def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
             return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.01, spec.dtype)
         if spec.init == "balanced_experts":
             return _balanced_experts(own, spec, config.n_routed_experts)
-        std = min(config.initializer_range, spec.shape[-1] ** -0.5)
-        return jnp.float32(std) * jax.random.truncated_normal(own, -3.0, 3.0, spec.shape, jnp.float32)
+        return jnp.float32(init_std(config, spec)) * jax.random.truncated_normal(own, -3.0, 3.0, spec.shape, jnp.float32)
 
     return map_specs(leaf, text_specs(config))

@@ -78,12 +78,16 @@ def e8m0_value(byte: Int[Array, "*s"] | UInt8[Array, "*s"]) -> Float32[Array, "*
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def e2m1_codes(x: Float32[Array, "*s"]) -> UInt8[Array, "*s"]:
-    """Codes 0-15 (sign in bit 3) of ``x`` rounded to nearest even, saturating at 6."""
+def e2m1_codes(x: Float32[Array, "*s n"], unit: Float32[Array, "*s one"] | None = None) -> UInt8[Array, "*s n"]:
+    """Codes 0-15 (sign in bit 3) of ``x``, or of ``x / unit``, rounded to nearest even, saturating at 6.
+
+    Without a division, which XLA does not round correctly: midpoints times an E4M3 ``unit`` are exact, so ties are ties.
+    """
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
     for midpoint, rises in _E2M1_MIDPOINTS:
-        above = magnitude >= midpoint if rises else magnitude > midpoint
+        bound = midpoint if unit is None else midpoint * unit
+        above = magnitude >= bound if rises else magnitude > bound
         code = code + above.astype(jnp.uint8)
     return code | (jnp.signbit(x).astype(jnp.uint8) << 3)
 
@@ -112,7 +116,14 @@ def unpack_nibbles(packed: UInt8[Array, "*s half"]) -> UInt8[Array, "*s n"]:
 def _scale_bytes(amax: Float32[Array, "*s"], fmt: Format) -> UInt8[Array, "*s"]:
     amax = jnp.maximum(amax, jnp.float32(fmt.floor))
     if fmt.scale == "e4m3":
-        return lax.bitcast_convert_type(e4m3(amax / jnp.float32(fmt.max)), jnp.uint8)
+        near = lax.bitcast_convert_type(e4m3(amax / jnp.float32(fmt.max)), jnp.uint8)
+        # The quotient may be off by some ulp. What lies between two scales, times 6, is exact; a tie goes to the even code.
+        value = lambda code: scale_values(code, fmt)  # noqa: E731
+        above = jnp.float32(fmt.max / 2) * (value(near) + value(jnp.minimum(near + 1, 0x7E)))
+        below = jnp.float32(fmt.max / 2) * (value(near) + value(near - 1))
+        odd = near % 2 == 1
+        up = ((amax > above) | ((amax == above) & odd)) & (near < 0x7E)
+        return near + up.astype(jnp.uint8) - ((amax < below) | ((amax == below) & odd)).astype(jnp.uint8)
     return power_of_two_exponent(amax * jnp.float32(np.float32(1) / np.float32(fmt.max))).astype(jnp.uint8)
 
 
@@ -130,8 +141,12 @@ def quantize(x: Float[Array, "*s n"], fmt: Format) -> tuple[UInt8[Array, "*s n"]
         raise ValueError(f"{fmt.name}: found {width} channels, allowed is a multiple of {fmt.group}")
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], width // fmt.group, fmt.group)
     scales = _scale_bytes(jnp.max(jnp.abs(grouped), axis=-1), fmt)
-    scaled = jnp.clip(grouped / scale_values(scales, fmt)[..., None], -fmt.max, fmt.max)
-    codes = e2m1_codes(scaled) if fmt.element == "e2m1" else lax.bitcast_convert_type(e4m3(scaled), jnp.uint8)
+    if fmt.scale == "e4m3":
+        codes = e2m1_codes(grouped, scale_values(scales, fmt)[..., None])
+    else:
+        # The reciprocal of a power of two is exact.
+        scaled = jnp.clip(grouped * e8m0_value(254 - scales)[..., None], -fmt.max, fmt.max)
+        codes = e2m1_codes(scaled) if fmt.element == "e2m1" else lax.bitcast_convert_type(e4m3(scaled), jnp.uint8)
     return codes.reshape(x.shape), scales
 
 

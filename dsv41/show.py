@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def show_plan(table: dict) -> None:
-    """The layers of `plan_table` and a closing line."""
+    """The layers of `plan_table`, a closing line, and what the optimizer of each family keeps."""
     layers, totals = table["layers"], table["totals"]
     rows = [
         {
@@ -103,3 +103,6 @@ def show_plan(table: dict) -> None:
         for row in rows:
             print(" ".join(f"{name}={value}" for name, value in row.items()))
     print(closing)
+    families = {name: row["state_bytes"] for name, row in table["optimizer"].items() if row["state_bytes"]}
+    said = ", ".join(f"{name} {size:,}" for name, size in sorted(families.items()) if name != "schedule")
+    print(f"optimizer state in training: {sum(families.values()):,} bytes ({said})")

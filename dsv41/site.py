@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
 from dsv41 import attention, compress, indexer
@@ -32,13 +33,16 @@ class Shared:
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
     ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
-    ``[B, T, n]``: numbers of candidate blocks, -1 behind them.
+    ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student, mass ``[B, T, k]``: the selection's scores
+    and the sum of its readers' `indexer.teacher`, where the policy wants the mean over them.
     """
 
     main_kv: jax.Array | None = None
     index_k: jax.Array | None = None
     ids: jax.Array | None = None
     pool: jax.Array | None = None
+    student: jax.Array | None = None
+    mass: jax.Array | None = None
 
 
 # (x, params, plan, carried, layout, config, policy, taps) -> (output, carried, index loss)
@@ -118,7 +122,7 @@ def choose(
     queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
     seen = visible_entries(layout, plan.ratio)
     keys: Any = shared.index_k
-    pool: Any = shared.pool if plan.pool == "consumes" else None
+    pool: Any = shared.pool if plan.pool == "consumes" and policy.candidate_pool else None
     keep = config.candidate_topk_blocks if plan.pool == "publishes" else 0
     options = {"k": config.index_topk, "keep": keep, "block": config.candidate_block_size}
     form = partial(stored_keys, on=policy.quantize_index)
@@ -127,7 +131,7 @@ def choose(
         if pool is not None and pool.shape[-1] * options["block"] >= keys.shape[1]:
             pool = None  # Every visible block is in it.
         fixed = lax.stop_gradient((*queries, form(keys)))
-        ids, blocks = index_topk(*fixed, *seen, pool=pool, **options)
+        ids, blocks = checkpoint_name(index_topk(*fixed, *seen, pool=pool, **options), indexer.SELECTED)
         picked = indexer.picked_scores(*queries, keys, ids)
     else:
         options |= {"gather": gather, "taps": taps, "name": name}
@@ -151,8 +155,9 @@ def read(
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "B T k"] | None]:
     """The site's output, and what ``core`` says of each selected entry's probability (§4)."""
     q = attention.queries(latent_q, layout.positions, params, config, plan.ratio)
-    out, mass = core(q)
     name = f"layers.{plan.layer}.attn"
+    record(taps, f"{name}.q", q)
+    out, mass = core(q)
     y = attention.project_out(out, layout.positions, params, config, plan.ratio, taps, name)
     record(taps, f"{name}.out", y)
     return y, mass
@@ -161,6 +166,37 @@ def read(
 def visible(plan: LayerPlan, shared: Shared) -> tuple[Any, Any]:
     """The published entries and selected ids that a layer attends to; None in a layer with a window alone."""
     return (shared.main_kv, shared.ids) if plan.ratio else (None, None)
+
+
+def publish_row(
+    x: Float[Array, "B T D"],
+    params: AttentionParams,
+    plan: LayerPlan,
+    shared: Shared,
+    layout: Layout,
+    config: ModelConfig,
+    policy: Policy,
+    taps: Taps | None,
+) -> Shared:
+    """What a kv source publishes of a full sequence."""
+    latent = compress.latents(x, params.compressor, config, plan.ratio)
+    positions = compress.group_positions(layout.positions, plan.ratio)
+    entries, keys = publish(latent, positions, params, plan, config, policy, taps)
+    return replace(shared, main_kv=entries, index_k=keys)
+
+
+def _served(total: Array | None, mass: Array | None, ids: Array | None) -> Array | None:
+    if mass is None:
+        return total
+    own = indexer.teacher(mass, ids)
+    return own if total is None else total + own
+
+
+def served_kl(shared: Shared, layout: Layout) -> Float32[Array, ""]:
+    """The loss of the selection at hand against the mean of its readers, so far; 0 where none is kept (training §4.3)."""
+    if shared.student is None or shared.mass is None:
+        return jnp.zeros((), jnp.float32)
+    return indexer.index_kl(shared.student, shared.mass, shared.ids, layout.live)
 
 
 def whole_row(
@@ -172,21 +208,27 @@ def whole_row(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
+    publishes: bool = True,
 ) -> tuple[Float[Array, "B T D"], Shared, Float32[Array, ""]]:
-    """The site of a full sequence: everything it may read is in the row. Also the indexer's loss (training §4.3)."""
+    """The site of a full sequence: everything it may read is in the row. Also the indexer's loss (training §4.3).
+
+    With the mean over a selection's readers as its teacher, the loss is that of the selection before, which ends here.
+    publishes: False where a kv source's entries are in ``shared`` already.
+    """
     latent_q = attention.query_latent(x, params, config)
     rows = window_rows(x, params, plan, layout, config, policy, taps)
-    if plan.owns_kv:
-        latent = compress.latents(x, params.compressor, config, plan.ratio)
-        positions = compress.group_positions(layout.positions, plan.ratio)
-        entries, keys = publish(latent, positions, params, plan, config, policy, taps)
-        shared = replace(shared, main_kv=entries, index_k=keys)
-    picked = None
+    if plan.owns_kv and publishes:
+        shared = publish_row(x, params, plan, shared, layout, config, policy, taps)
+    picked, kl = None, jnp.zeros((), jnp.float32)
     if plan.selects:
+        kl = served_kl(shared, layout)
         shared, picked = choose(x, latent_q, params, plan, shared, layout, config, policy, taps)
+        if policy.index_teacher == "served":
+            shared = replace(shared, student=picked, mass=None)
     core = lambda q: attention.attend_row(q, rows, *visible(plan, shared), params.sink, layout, config.sliding_window)  # noqa: E731
     y, mass = read(latent_q, core, params, plan, layout, config, taps)
-    kl = jnp.zeros((), jnp.float32)
+    if policy.index_teacher == "served":
+        return y, replace(shared, mass=_served(shared.mass, mass, shared.ids)), kl
     if picked is not None and mass is not None:
         kl = indexer.index_kl(picked, mass, shared.ids, layout.live)
     return y, shared, kl

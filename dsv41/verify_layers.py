@@ -9,6 +9,7 @@ import numpy as np
 from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
 from dsv41.indexer import candidate_blocks
+from dsv41.mhc import Residual, settle
 from dsv41.model import embed, make_tokens, record_draft_input, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
@@ -40,12 +41,13 @@ def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str
     taps: Taps = {}
     ids = want["input_ids"]
     tokens = make_tokens(ids, jnp.ones_like(ids), None, token_map, config)
-    streams, pre = embed(params, ids, config, policy), first_mix(ids, config)
+    residual = Residual(embed(params, ids, config, policy), first_mix(ids, config))
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        block(streams, pre, layer, plan, _shared(want, plan, config), tokens, config, policy, taps)
-        streams, pre = want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"]
+        out = block(residual, layer, plan, _shared(want, plan, config), tokens, config, policy, taps)
+        settle(out.residual, taps)
+        residual = Residual(want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"])
     record_draft_input(taps, config)
-    record(taps, "logits", unembed(params, streams, pre, config, taps))
+    record(taps, "logits", unembed(params, residual.streams, residual.pre, config, taps))
     return taps
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 
 Impl = Literal["auto", "reference", "gpu", "tpu"]
-OPS = ("index_topk", "mega_mhc", "sparse_attention")
+OPS = ("engram_gather", "grouped_matmul", "index_topk", "mega_mhc", "quantize", "sparse_attention")
 _KERNELS = ("gpu", "tpu")  # each for the backend of its name
 _log = logging.getLogger(__name__)
 _automatic: ContextVar[Impl] = ContextVar("automatic", default="auto")

@@ -3,6 +3,7 @@
 from functools import cache
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,6 +84,20 @@ def jitted(config: ModelConfig, policy: Policy = PLAIN):
         return jax.tree.map(np.asarray, run(params, ids, segments, image))
 
     return call
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those inside its loops and calls included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def sizes(jaxpr):
+    """The size of every array that a jaxpr makes."""
+    for equation in equations(jaxpr):
+        yield from (variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
 
 
 def close(a, b):

@@ -40,7 +40,7 @@ def test_bad_input_is_one_line_and_writes_nothing(capsys, tmp_path):
     for argv, message in (
         (
             ("flops", "--preset", "flahs"),
-            "--preset: found 'flahs', allowed are flash, slice, toy, v4-flash, v3.2, v1; did you mean 'flash'?",
+            "--preset: found 'flahs', allowed are flash, slice, toy, small, v4-flash, v3.2, v1; did you mean 'flash'?",
         ),
         (("flops", "--contexts", "-4k"), f"--contexts: found '-4k', {lengths}"),
         (("flops", "--contexts", "4k,-1"), f"--contexts: found '-1', {lengths}"),

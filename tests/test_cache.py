@@ -278,7 +278,10 @@ def test_the_kernels_arguments_describe_the_same_attention(monkeypatch):
         called.append(args[0].shape)
         return reference.run(*args)
 
-    monkeypatch.setattr("dsv41.cache.registry.choose", lambda op, impl, *args: Choice(op, "gpu", {}))
+    def chosen(op, impl, *args, **options):
+        return Choice(op, "gpu" if op == "sparse_attention" else "reference", {})
+
+    monkeypatch.setattr("dsv41.cache.registry.choose", chosen)
     monkeypatch.setattr("dsv41.cache.sparse_attention", stand_in)
     run = stepper.__wrapped__(PACKED)
     for width, n in ((1, 1), (WIDTH, 7)):

@@ -15,6 +15,7 @@ import dsv41
 from dsv41 import cli
 from infer.generate import Generation, Speed
 from train.loop import TrainOptions
+from train.recipes import RECIPES
 
 
 def _error(capsys, *argv: str) -> str:
@@ -90,10 +91,10 @@ def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
 
 
 def test_mistakes_in_arguments_are_one_line_too(capsys):
-    assert "plan, train, generate, verify, demo" in _error(capsys, "plam")
+    assert "plan, train, eval, generate, verify, demo" in _error(capsys, "plam")
     assert "--preset" in _error(capsys, "plan", "--presett", "toy").replace("--presett", "")
     assert _error(capsys) == (
-        "dsv41: error: found no command, allowed are plan, train, generate, verify, demo, convert, bench, analyze;"
+        "dsv41: error: found no command, allowed are plan, train, eval, generate, verify, demo, convert, bench, analyze;"
         " see dsv41 --help\n"
     )
     assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")
@@ -148,7 +149,10 @@ def test_plan(capsys):
     assert table["totals"]["cache_bytes_per_token"] == 890
     assert cli.run(["plan", "--preset", "toy"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 10
+    total, families = re.fullmatch(r"optimizer state in training: ([\d,]+) bytes \((.*)\)", lines[-1]).groups()
+    number = lambda text: int(text.replace(",", ""))  # noqa: E731
+    assert number(total) == 4 + sum(number(part.split()[1]) for part in families.split(", "))
     assert lines[1].startswith("layer=1 half=encoder ratio=2 mode=full ")
 
 
@@ -157,7 +161,7 @@ def test_plan_fits_a_terminal_of_eighty_columns(capsys, monkeypatch, preset):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["plan", "--preset", preset]) == 0
-    *lines, closing = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    *lines, closing, _ = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     monkeypatch.undo()
     assert cli.run(["plan", "--preset", preset, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
@@ -217,4 +221,8 @@ def test_the_readme_says_of_a_command_what_its_help_says():
 
 def test_train_arguments_are_the_options_of_the_loop():
     defaults = lambda kind: {f.name: f.default for f in dataclasses.fields(kind)}  # noqa: E731
-    assert defaults(cli.Train) == defaults(TrainOptions)
+    mine, theirs = defaults(cli.Train), defaults(TrainOptions)
+    assert mine.keys() == theirs.keys()
+    # Not given is not the default where a recipe suggests another value.
+    suggested = {name for recipe in RECIPES.values() for name in recipe.suggests}
+    assert {name: theirs[name] if mine[name] is None and name in suggested else mine[name] for name in mine} == theirs

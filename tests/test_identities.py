@@ -134,7 +134,7 @@ def test_gradients_reach_what_they_should_and_stay_finite():
             return jnp.mean(jnp.square(jax.nn.log_softmax(out.logits)[:, :30]))
 
         def index(p):
-            return forward(p, CONFIG, Policy(), ids, segments, token_map).index_kl
+            return forward(p, CONFIG, Policy(), ids, segments, token_map).index_kl.sum()
 
         return jax.grad(language)(params), jax.grad(index)(params)
 

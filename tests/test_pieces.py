@@ -180,6 +180,21 @@ def test_grouped_experts_equal_a_loop_over_experts(case):
     # fp32 sums of at most 8 products of order 10 in another order; headroom 5.
     np.testing.assert_allclose(got, want, atol=1e-4)
 
+    def each_item(x, weights, w):
+        one = lambda equation, a, b: jnp.einsum(equation, a, b, precision="highest")  # noqa: E731
+        hidden = swiglu(one("nd,nkfd->nkf", x, w.w1[ids]), one("nd,nkfd->nkf", x, w.w3[ids]), 10.0) * weights[..., None]
+        return jnp.where(live[:, None], jnp.sum(one("nkf,nkdf->nkd", hidden, w.w2[ids]), axis=1), 0)
+
+    cotangent = jnp.asarray(rng.standard_normal((n, d)), jnp.float32)
+
+    def pull(run):
+        return jax.tree.leaves(jax.vjp(run, jnp.asarray(x), jnp.asarray(weights), w)[1](cotangent))
+
+    grouped = pull(lambda x, weights, w: grouped_experts(x, jnp.asarray(ids), weights, jnp.asarray(live), w, 10.0))
+    for got, want in zip(grouped, pull(each_item), strict=True):
+        # fp32 sums of up to 37 items' products, as above.
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
 
 @pytest.mark.pitfall("G6", "G8", "L4")
 def test_sink_and_one_softmax_over_both_sets():

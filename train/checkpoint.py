@@ -15,11 +15,13 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from dsv41.errors import UserError
@@ -32,6 +34,7 @@ _PARTIAL, _REMOVED = ".partial", ".removed"
 _LEFTOVER = re.compile(rf"[0-9]+(\{_PARTIAL}|\{_REMOVED})(\..*)?")
 _TENSORSTORE_ERRNO = re.compile(r"os_error_code='(\d+)'")
 _CHUNK = 1 << 24
+_WRITER = ThreadPoolExecutor(1)
 
 
 @contextlib.contextmanager
@@ -123,13 +126,20 @@ def _sync(path: Path) -> None:
 class Checkpoints:
     """The checkpoints in ``directory``, one folder for each step; the newest ``keep`` stay.
 
-    A state is a dataclass that is a pytree of `jax.Array`, none of them empty, with its parameters in the field
-    ``params``. One process writes at a time; others may read meanwhile.
+    A state is a dataclass that is a pytree of arrays, none of them empty, with its parameters in the field
+    ``params``. One process writes at a time; others may read meanwhile. As a context it waits for `save_behind` at its end.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2):
         self._directory = Path(directory).absolute()
         self._keep = keep
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, ascending; none where there is no folder."""
@@ -177,6 +187,22 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             self._clean()
             raise UserError(f"checkpoints: cannot write step {step} to {str(self._directory)!r} ({_reason(error)})") from error
+
+    def save_behind(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """`save` in a thread of its own, of a copy in this host's memory: ``state`` may be donated at once.
+
+        Waits for the one before it, and raises what that would have raised.
+        """
+        self.wait()
+        # A copy: on CPU what device_get gives is the device's own memory.
+        copy = jax.tree.map(lambda leaf: np.array(leaf, copy=True), jax.device_get(state))
+        self._writing = _WRITER.submit(self.save, step, copy, meta)
+
+    def wait(self) -> None:
+        """Returns when `save_behind` has written; raises `UserError` where it could not."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """The state saved at ``step``, bit for bit, and its ``meta``.

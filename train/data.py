@@ -23,12 +23,19 @@ _PREFETCH = 8
 
 @struct.dataclass
 class Batch:
-    """Packed rows with what to predict: ids, segments and targets int32[B, T], weights float32[B, T]."""
+    """Packed rows with what to predict: ids, segments and targets int32[B, T], weights float32[B, T].
+
+    image bool[B, T]: image tokens, where there are any. replay int32[B, T], chosen int32[B, K]: where decoder replay is
+    simulated, as `dsv41.replay` takes them.
+    """
 
     ids: np.ndarray
     segments: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
+    image: np.ndarray | None = None
+    replay: np.ndarray | None = None
+    chosen: np.ndarray | None = None
 
 
 def to_batch(packed: Packed) -> Batch:

@@ -1,6 +1,8 @@
 """A training run in a folder: data, steps, metrics, checkpoints, resume, scores and the loss curve."""
 
+import contextlib
 import json
+import math
 import signal
 import threading
 import time
@@ -18,17 +20,19 @@ from tokenizers import Tokenizer
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
 from dsv41.files import write_text
-from dsv41.numerics import Policy
+from dsv41.params import text_specs
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
 from train.curve import Score, plot_losses
-from train.data import Batch, Prepared, TrainData, prepare, to_batch
-from train.optim.schedule import warmup_hold_cosine
+from train.data import Batch, Prepared, prepare
+from train.metrics import Log, profile_steps, speed
+from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import TrainOptions, check_options
-from train.packing import Packed
 from train.progress import Report
+from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, read_run, write_run
-from train.step import EvalStep, TrainState, init_state, make_eval_step, make_train_step
+from train.stage import Examiner, StageData
+from train.step import TrainState, init_state, make_train_step
 from train.tokenizer import cache_root
 
 # Steps timed before the length of a run that is given by seconds is fixed.
@@ -39,7 +43,7 @@ _FEW_STEPS = 50
 _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
 _FIRST_SCORE_ROWS = 64
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BEST = "checkpoints", "best"
 # What is read of a record of metrics.jsonl.
 _RECORD = {"step": int, "ce": float, "loss": float}
 
@@ -87,20 +91,6 @@ def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
             if record["step"] <= last:
                 records.append(record)
     return records
-
-
-def score(step: EvalStep, state: TrainState, packed: Packed, batch_size: int, token_bytes: np.ndarray, report: Report) -> Score:
-    """Nats of the rows' every target, ends of documents among them, and the bytes of their text."""
-    nats = tokens = 0.0
-    for start in range(0, len(packed.ids), batch_size):
-        rows = Packed(packed.ids[start : start + batch_size], packed.segments[start : start + batch_size])
-        short = batch_size - len(rows.ids)
-        # The last batch is filled with empty rows, so that one compiled shape serves all.
-        batch = to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows)))
-        found = step(state.params, batch)
-        nats, tokens = nats + float(found[0]), tokens + float(found[1])
-        report.part(start + batch_size - short, len(packed.ids))
-    return Score(int(state.step), nats, int(tokens), int(token_bytes[packed.ids].sum()))
 
 
 @contextmanager
@@ -163,99 +153,131 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     began = time.monotonic()
     config = check_options(options)
     out = options.out
-    checkpoints = Checkpoints(out / CHECKPOINTS, options.keep)
+    checkpoints, best = Checkpoints(out / CHECKPOINTS, options.keep), Checkpoints(out / BEST, 1)
     latest = checkpoints.latest()
-    if latest is not None:
-        check_options_same(read_run(out), options, config)
+    run = None if latest is None else read_run(out)
+    if run is not None:
+        check_options_same(run, options, config)
+    total = options.steps or (run.total if run else 0)
     report.phase("reading the text and packing its tokens", quiet=True)
     prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
-    data = TrainData(prepared.train, options.batch_size, options.seed)
     config, fold = fit_vocabulary(config, prepared.tokenizer)
-    facts = identity(options, config, prepared)
+    plan = stages(options, config, total)
+    facts = identity(options, config, prepared, [stage.first for stage in plan])
 
     report.phase("drawing the initial weights", quiet=True)
-    state = init_state(config, options.seed)
-    resumed, total = 0, options.steps
+    state = init_state(config, options.seed, options.engram_rows)
+    resumed = 0
     scores: list[Score] = []
-    if latest is not None:
-        run = read_run(out)
+    if run is not None and latest is not None:
         check_same(run, facts, out)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
         report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, abstract)
-        resumed, total = int(state.step), total or run.total
+        resumed = int(state.step)
         scores = [found for found in run.scores if found.step <= resumed]
     else:
         out.mkdir(parents=True, exist_ok=True)
         save_config(config, out / "config.json")
         write_text(out / "tokenizer.json", prepared.tokenizer.to_str())
         write_run(out, Run(facts, total))
-
-    policy = Policy()
-    eval_step, part = make_eval_step(config, policy, fold), options.batch_size // options.accumulate
-    if options.evaluate and not resumed:
-        report.phase("scoring held-out text before training")
-        some = Packed(*(a[:_FIRST_SCORE_ROWS] for a in prepared.heldout))
-        scores.append(score(eval_step, state, some, part, prepared.token_bytes, report))
-        write_run(out, Run(facts, total, tuple(scores)))
-
-    report.phase("compiling the training step")
-    compiling = time.monotonic()
-    example = _device_batch(data.batch(0))
-    train_step = make_train_step(config, policy, fold, options.accumulate).lower(state, example, jnp.float32(0)).compile()  # pyright: ignore
-    compile_seconds = time.monotonic() - compiling
+    report.phase(f"optimizer state: {_say_bytes(optimizer_report(text_specs(config), options.engram_rows))}")
 
     records = _read_metrics(out / "metrics.jsonl", resumed) if resumed else []
     write_text(out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     schedule = warmup_hold_cosine(total, options.lr) if total else None
     done = saved = resumed
-    tokens, started = 0, time.monotonic()
-    timed = 0.0
+    tokens, training, compile_seconds, timed = 0, 0.0, 0.0, 0.0
+    traced = profile_steps(options.profile)
+    examiner: Examiner | None = None
+    batches: Iterator[Batch] = iter(())
+    train_step: Any = None
 
     def save() -> None:
         nonlocal saved
         if saved != done or (latest is None and done == 0):
-            checkpoints.save(done, state, {**facts, "total": total})
+            checkpoints.save_behind(done, state, {**facts, "total": total})
             saved = done
 
-    batches = data.iterator(done)
-    with open(out / "metrics.jsonl", "a", encoding="utf-8") as log, _interruptible() as received:
-        report.phase("training")
-        while (not total or done < total) and not received:
-            now = time.monotonic()
-            if options.max_seconds is not None and total and done and now - began > options.max_seconds:
-                break
-            # Until the length is known, the rate is that of the start of any longer run.
-            rate = schedule(done) if schedule else warmup_hold_cosine(1000, options.lr)(done)
-            batch = next(batches)
-            state, metrics = train_step(state, _device_batch(batch), jnp.asarray(rate, jnp.float32))
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            done += 1
-            took = time.monotonic() - now
-            tokens += batch.ids.size
-            record = {"step": done, **values, "seconds": round(took, 4)}
-            records.append(record)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-            if not total:
-                timed += took
-                left = (options.max_seconds or 0) * _RESERVE - (time.monotonic() - began)
-                if done >= _TIMED_STEPS:
-                    total = done + max(int(left / (timed / done)), 1)
-                    schedule = warmup_hold_cosine(total, options.lr)
-                    write_run(out, Run(facts, total, tuple(scores)))
-                    if total < _FEW_STEPS:
-                        report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
-            report.step(done, total, values["loss"], tokens / max(time.monotonic() - started, 1e-9))
-            if done % options.checkpoint_every == 0:
-                save()
-        speed = tokens / max(time.monotonic() - started, 1e-9)
+    def examine() -> Score:
+        """The score of the held-out text at hand; the best so far is kept beside the run's checkpoints."""
+        nonlocal scores
+        assert examiner is not None
+        found = examiner.score(state)
+        whole = [old.bits_per_byte for old in scores if 0 < old.step < done]
+        scores = [*(old for old in scores if old.step < done), found]
+        if options.eval_every and found.bits_per_byte < min(whole, default=math.inf):
+            best.save_behind(done, state, {**facts, "total": total})
+        write_run(out, Run(facts, total, tuple(scores)))
+        return found
+
+    with (
+        checkpoints,
+        best,
+        Log(out, options.tensorboard, options.wandb, facts) as log,
+        _interruptible() as received,
+        contextlib.ExitStack() as tracing,
+    ):
+        for number, stage in enumerate(plan):
+            # The last one is opened even without a step of it left, for the score at the end.
+            if (done >= stage.last and number + 1 < len(plan)) or received:
+                continue
+            data = StageData(plan[: number + 1], prepared, options)
+            examiner = Examiner(stage, data.prepared, fold, report)
+            if options.evaluate and not done:
+                report.phase("scoring held-out text before training")
+                scores.append(examiner.score(state, _FIRST_SCORE_ROWS))
+                write_run(out, Run(facts, total, tuple(scores)))
+            if (not total or done < total) and done < stage.last:
+                report.phase(f"compiling the training step{f' of phase {stage.name}' if len(plan) > 1 else ''}")
+                compiling = time.monotonic()
+                step = make_train_step(stage.config, stage.policy, fold, stage.step)
+                train_step = step.lower(state, _device_batch(data.batch(done)), jnp.float32(0)).compile()  # pyright: ignore
+                compile_seconds += time.monotonic() - compiling
+                batches = data.iterator(done)
+                report.phase("training")
+            while (not total or done < total) and done < stage.last and not received:
+                now = time.monotonic()
+                if options.max_seconds is not None and total and done and now - began > options.max_seconds:
+                    break
+                if done == traced.start and traced:
+                    tracing.enter_context(jax.profiler.trace(str(out / "profile")))
+                # Until the length is known, the rate is that of the start of any longer run.
+                rate = schedule(done) if schedule else warmup_hold_cosine(1000, options.lr)(done)
+                batch = next(batches)
+                state, metrics = train_step(state, _device_batch(batch), jnp.asarray(rate, jnp.float32))
+                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                done += 1
+                took = time.monotonic() - now
+                if done == traced.stop and traced:
+                    tracing.close()
+                tokens, training = tokens + batch.ids.size, training + took
+                record = {"step": done, **values, **speed(stage.config, batch.ids.size, stage.length, took)}
+                if options.eval_every and done % options.eval_every == 0:
+                    record |= {"heldout_bits_per_byte": examine().bits_per_byte, **examiner.diagnose(state)}
+                records.append(record)
+                log.write(record)
+                if not total:
+                    timed += took
+                    left = (options.max_seconds or 0) * _RESERVE - (time.monotonic() - began)
+                    if done >= _TIMED_STEPS:
+                        total = done + max(int(left / (timed / done)), 1)
+                        schedule = warmup_hold_cosine(total, options.lr)
+                        write_run(out, Run(facts, total, tuple(scores)))
+                        if total < _FEW_STEPS:
+                            report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
+                report.step(done, total, values["loss"], tokens / max(training, 1e-9))
+                if done % options.checkpoint_every == 0:
+                    save()
+            else:
+                continue
+            break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
-    if options.evaluate and not received:
+    if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
-        scores = [found for found in scores if found.step < done]
-        scores.append(score(eval_step, state, prepared.heldout, part, prepared.token_bytes, report))
+        examine()
+    best.wait()
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
@@ -270,10 +292,15 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         steps=done,
         resumed_from=resumed,
         records=records,
-        tokens_per_second=speed,
+        tokens_per_second=tokens / max(training, 1e-9),
         compile_seconds=compile_seconds,
         scores=scores,
     )
+
+
+def _say_bytes(report: dict[str, dict[str, int]]) -> str:
+    families = {name: row["state_bytes"] for name, row in sorted(report.items()) if row["state_bytes"] and name != "schedule"}
+    return ", ".join(f"{name} {size:,}" for name, size in families.items()) + " bytes"
 
 
 def _name(options: TrainOptions) -> str:

@@ -16,6 +16,7 @@ from dsv41.plan import layer_plans
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
 from train.packing import check_length
+from train.recipes import check_recipe
 from train.step import init_state
 
 _MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
@@ -23,7 +24,14 @@ _MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a run is. steps: 0 for as many as ``max_seconds`` allow. config: a config.json in place of ``preset``."""
+    """What a run is.
+
+    steps: 0 for as many as ``max_seconds`` allow. config: a config.json in place of ``preset``. recipe: what is on in which
+    part of the run (`train.recipes`); its suggestions are the command line's to take. batch_size, length: of its first phase.
+    dtype: of the passes, masters are float32. qat_weights: stored forms that its quantised phases train the weights in.
+    engram_rows: rows of each table that keep momentum, 0 for all. synthetic: share of each batch's rows made into tasks.
+    eval_every: steps between scores of the held-out text, 0 for none. profile: steps FIRST:LAST to trace.
+    """
 
     out: Path = Path("runs/train")
     preset: str = "toy"
@@ -39,6 +47,18 @@ class TrainOptions:
     max_seconds: float | None = None
     evaluate: bool = True
     accumulate: int = 1
+    recipe: str = "toy"
+    dtype: str = "float32"
+    remat: str = "none"
+    index_teacher: str = "own"
+    qat_weights: tuple[str, ...] = ()
+    z_loss: float = 0.0
+    engram_rows: int = 0
+    synthetic: float = 0.0
+    eval_every: int = 0
+    profile: str | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
 
 
 def check_options(options: TrainOptions) -> ModelConfig:
@@ -61,6 +81,7 @@ def check_options(options: TrainOptions) -> ModelConfig:
         raise UserError(f"accumulate: found {parts}, allowed is a divisor of the {rows} rows of a batch; nearest is {close}")
     check_paths(options.data)
     config = preset(options.preset) if options.config is None else load_config(options.config)
+    config = check_recipe(options, config)
     check_length(options.length, config.document_alignment)
     _check_room(options, config)
     make_writable(options.out)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -16,7 +17,8 @@ from train.data import Prepared
 from train.options import TrainOptions
 
 NAME = "run.json"
-_PLAIN = ("batch_size", "length", "lr", "seed", "accumulate")
+_PLAIN = ("batch_size", "length", "lr", "seed", "accumulate", "recipe", "dtype", "remat", "index_teacher")
+_PLAIN += ("qat_weights", "z_loss", "engram_rows", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,21 @@ class Run:
     scores: tuple[Score, ...] = ()
 
 
-def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared) -> dict[str, Any]:
-    """Whatever decides a run's numbers, as JSON: a resume needs all of it unchanged."""
+def identity(options: TrainOptions, config: ModelConfig, prepared: Prepared, starts: Sequence[int]) -> dict[str, Any]:
+    """Whatever decides a run's numbers, as JSON: a resume needs all of it unchanged. starts: first steps of its phases."""
     digest = hashlib.sha256()
     for array in (*prepared.train, *prepared.heldout):
         digest.update(np.ascontiguousarray(array).tobytes())
     # The data ahead of the config, whose vocabulary is theirs.
-    return {"data": digest.hexdigest(), "config": to_released(config), **_plain(options)}
+    known = {"data": digest.hexdigest(), "config": to_released(config)}
+    return {**known, "starts": list(starts), **_plain(options)}
 
 
 def _plain(options: TrainOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in _PLAIN}
+    return json.loads(json.dumps({name: getattr(options, name) for name in _PLAIN}))
+
+
+_DEFAULTS = {**_plain(TrainOptions()), "starts": [0]}
 
 
 def write_run(out: Path, run: Run) -> None:
@@ -72,9 +78,14 @@ def _is_run(values: Any) -> TypeGuard[dict[str, Any]]:
 def check_same(run: Run, wanted: dict[str, Any], out: Path) -> None:
     """Raises `UserError` where ``wanted`` is not the run's."""
     for name, value in wanted.items():
-        old = run.identity.get(name)
+        # A run of a version without the option had its default.
+        old = run.identity.get(name, _DEFAULTS.get(name))
         if old == value:
             continue
+        if name == "starts":
+            raise UserError(
+                f"steps: found other phases than in the run in {str(out)!r}, allowed are the steps that it began with"
+            )
         say = f"found {value!r}, the run in {str(out)!r} has {old!r}"
         if name in ("config", "data"):
             say = f"found another {'text' if name == 'data' else name} than that of the run in {str(out)!r}"

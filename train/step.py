@@ -1,8 +1,8 @@
 """One training step and one scoring step, compiled: forward, backward, optimizer, router biases."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,15 @@ from flax import struct
 from jax import lax
 
 from dsv41.config import ModelConfig
-from dsv41.model import forward
+from dsv41.model import Output, features, table_rows
 from dsv41.numerics import Policy
-from dsv41.params import TextParams, init_params, text_specs
+from dsv41.params import Stored, TextParams, init_params, text_specs
+from dsv41.plan import layer_plans
+from dsv41.replay import replayed_features
 from train.data import Batch
-from train.losses import total_loss, weighted_nll
-from train.optim import clip, make_optimizer, update_biases
+from train.losses import Sums, chunked_sums, total_loss
+from train.optim import Rows, apply_updates, clip, floats, make_optimizer, measure, update_biases
+from train.qat import fake_quantized
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
@@ -32,82 +35,152 @@ class TrainState:
     step: jax.Array
 
 
-def _optimizer(config: ModelConfig, rate: Any) -> optax.GradientTransformation:
-    return make_optimizer(text_specs(config), lambda _: rate)
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is computed, beside the forward pass's policy.
+
+    accumulate: parts of a batch whose gradients are summed before the one update, a divisor of its rows. weights: stored
+    forms that the forward and backward pass see the weights in (`train.qat`). active_rows: rows of an Engram table that have
+    momentum, 0 for all. z_weight: of the mean squared log partition. replay: how decoder replay is simulated.
+    """
+
+    accumulate: int = 1
+    weights: tuple[Stored, ...] = ()
+    active_rows: int = 0
+    z_weight: float = 0.0
+    replay: Literal["off", "mask", "gather"] = "off"
 
 
-def init_state(config: ModelConfig, seed: int) -> TrainState:
-    """The state before the first step."""
+def init_state(config: ModelConfig, seed: int | jax.Array, active_rows: int = 0, specs: Any = None) -> TrainState:
+    """The state before the first step. specs: in place of the config's, with other optimizers."""
     params = init_params(config, jax.random.key(seed))
-    return TrainState(params, _optimizer(config, jnp.float32(0)).init(params), jnp.zeros((), jnp.int32))
+    rule = make_optimizer(specs or text_specs(config), lambda _: jnp.float32(0), active_rows)
+    return TrainState(params, rule.init(params), jnp.zeros((), jnp.int32))
 
 
 def _balance_routers(params: TextParams, load: jax.Array) -> TextParams:
-    """Moves each layer's text correction biases by the sign rule on its load; the image biases stay (§9)."""
-    layers = tuple(
-        layer if layer.ffn.bias is None else replace(layer, ffn=replace(layer.ffn, bias=update_biases(layer.ffn.bias, n)))
-        for layer, n in zip(params.layers, load, strict=True)
+    """Moves each layer's correction biases by the sign rule on its load, of text and of image tokens apart (§9)."""
+
+    def one(layer: Any, load: jax.Array) -> Any:
+        if layer.ffn.bias is None:
+            return layer
+        text, image = (update_biases(bias, n) for bias, n in zip((layer.ffn.bias, layer.ffn.bias_vl), load, strict=True))
+        return replace(layer, ffn=replace(layer.ffn, bias=text, bias_vl=image))
+
+    return replace(params, layers=tuple(one(*pair) for pair in zip(params.layers, load, strict=True)))
+
+
+def _tables(params: TextParams) -> list[Any]:
+    return [layer.engram.embed for layer in params.layers if layer.engram is not None]
+
+
+def _with_tables(params: TextParams, tables: list[Any]) -> TextParams:
+    rest = iter(tables)
+    layers = (
+        layer if layer.engram is None else replace(layer, engram=replace(layer.engram, embed=next(rest)))
+        for layer in params.layers
     )
-    return replace(params, layers=layers)
+    return replace(params, layers=tuple(layers))
 
 
-def _floats(gradient: jax.Array) -> jax.Array | None:
-    """None in place of the gradients of id tables."""
-    return gradient if jnp.issubdtype(gradient.dtype, jnp.floating) else None
+def _touched(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The distinct rows of a batch, ascending, ``count`` behind them; and where among them each of ``rows`` is."""
+    ids, inverse = jnp.unique(rows, size=min(rows.size, count), fill_value=count, return_inverse=True)
+    return ids.astype(jnp.int32), inverse.reshape(rows.shape).astype(jnp.int32)
 
 
-def make_train_step(config: ModelConfig, policy: Policy, token_map: Any, accumulate: int = 1) -> TrainStep:
+def make_train_step(
+    config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
+) -> TrainStep:
     """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
 
-    rate: float32 learning rate of this step. accumulate: parts of a batch whose gradients are summed before the one update,
-    a divisor of its rows; the cross-entropy is that of the whole batch (sum of nats over sum of weights), balance and
-    indexer loss are means over the parts. A step whose loss or gradient is not finite changes nothing but the step number:
-    parameters, optimizer state and router biases stay, and ``skipped`` is 1.
+    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
+    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
+    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
+    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`.
     """
     fold = jnp.asarray(token_map, jnp.int32)
+    specs = specs or text_specs(config)
+    parts = options.accumulate
 
-    def loss_fn(params: TextParams, batch: Batch, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        out = forward(params, config, policy, batch.ids, batch.segments, fold)
-        ce = weighted_nll(out.logits, batch.targets, batch.weights)[0] / tokens
-        balance, index_kl = out.balance / accumulate, out.index_kl / accumulate
-        return total_loss(ce, balance, index_kl), (ce, balance, index_kl, out.load)
+    def run(params: TextParams, batch: Batch, rows: Any) -> tuple[Output, Sums]:
+        targets, weights = batch.targets, batch.weights
+        if options.replay == "gather":
+            out = replayed_features(params, config, policy, batch.ids, batch.segments, fold, batch.replay, batch.chosen, rows)  # pyright: ignore
+            inside = batch.chosen < targets.shape[1]
+            take = lambda a: jnp.take_along_axis(a, jnp.minimum(batch.chosen, targets.shape[1] - 1), axis=1)  # noqa: E731 # pyright: ignore
+            targets, weights = take(targets), jnp.where(inside, take(weights), 0.0)
+        else:
+            start = batch.replay if options.replay == "mask" else None
+            out = features(params, config, policy, batch.ids, batch.segments, fold, None, batch.image, rows, start)
+        with jax.named_scope("head"):
+            return out, chunked_sums(out.hidden, params.head, targets, weights)
+
+    def loss_fn(params: TextParams, batch: Batch, rows: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        out, sums = run(fake_quantized(params, specs, options.weights), batch, rows)
+        ce, z = sums.nats / tokens, sums.squared_log_z / tokens
+        balance, index_kl = jnp.sum(out.balance) / parts, out.index_kl / parts
+        return total_loss(ce, balance, jnp.sum(index_kl), z, options.z_weight), (ce, balance, index_kl, out.load)
 
     grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
 
     def whole(params: TextParams, batch: Batch) -> Any:
         tokens = jnp.maximum(jnp.sum(batch.weights), 1.0)
-        if accumulate == 1:
-            return grad(params, batch, tokens)
-        parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
-        first, rest = (jax.tree.map(lambda a, cut=cut: a[cut], parts) for cut in (0, slice(1, None)))
-        out, grads = grad(params, first, tokens)
+        tables = _tables(params)
+        rows = table_rows(batch.ids, batch.segments, fold, config, batch.image) if tables else ()
+        touched = [_touched(r, table.shape[0]) for r, table in zip(rows, tables, strict=True)]
+        small = [table.at[ids].get(mode="fill", fill_value=0) for table, (ids, _) in zip(tables, touched, strict=True)]
+        params, inputs = _with_tables(params, small), (batch, tuple(inverse for _, inverse in touched))
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
-            out, grads = grad(params, part, tokens)
-            return jax.tree.map(jnp.add, total, (out, jax.tree.map(_floats, grads))), None
+        def done(out: Any, grads: Any) -> Any:
+            values = zip([ids for ids, _ in touched], _tables(grads), strict=True)
+            return out, _with_tables(grads, [Rows(*pair) for pair in values])
+
+        if parts == 1:
+            return done(*grad(params, *inputs, tokens))
+        split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), inputs)
+        first, rest = (jax.tree.map(lambda a, cut=cut: a[cut], split) for cut in (0, slice(1, None)))
+        out, grads = grad(params, *first, tokens)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            out, grads = grad(params, *part, tokens)
+            return jax.tree.map(jnp.add, total, (out, floats(grads))), None
 
         # A scan, so that the parts share one set of activations. Id tables have gradients that no loop can carry.
-        out, sums = lax.scan(add, (out, jax.tree.map(_floats, grads)), rest)[0]
-        return out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None)
+        out, sums = lax.scan(add, (out, floats(grads)), rest)[0]
+        return done(out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None))
 
     def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
         (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
-        grads, norm = clip(text_specs(config), grads)
-        updates, opt_state = _optimizer(config, rate).update(grads, state.opt_state, state.params)
-        params = _balance_routers(optax.apply_updates(state.params, updates), load)
-        # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
-        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(jax.tree.map(_floats, grads)))
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
+        with jax.named_scope("optimizer"):
+            grads, norm = clip(specs, grads)
+            rule = make_optimizer(specs, lambda _: rate, options.active_rows)
+            updates, opt_state = rule.update(grads, state.opt_state, state.params)
+            # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
+            finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(floats(grads)))
+            is_rows = lambda x: isinstance(x, Rows)  # noqa: E731
+            # The rows of a table are stopped before it, so that the step never passes over the whole of it.
+            updates = jax.tree.map(
+                lambda u: Rows(u.ids, jnp.where(finite, u.values, 0.0)) if is_rows(u) else u, updates, is_leaf=is_rows
+            )
+            params = _balance_routers(apply_updates(state.params, updates), load)
+            keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            params = jax.tree.map(
+                lambda u, new, old: new if is_rows(u) else keep(new, old), updates, params, state.params, is_leaf=is_rows
+            )
+            opt_state = jax.tree.map(keep, opt_state, state.opt_state)
+        share = load[:, 0] / jnp.maximum(jnp.mean(load[:, 0], axis=-1, keepdims=True), 1e-9)
         metrics = {
             "loss": loss,
             "ce": ce,
             "balance": balance,
-            "index_kl": index_kl,
+            "index_kl": jnp.sum(index_kl),
+            **{f"index_kl.{plan.layer}": kl for plan, kl in zip(_selecting(config), index_kl, strict=True)},
             "grad_norm": norm,
             "lr": rate,
-            "max_load": jnp.max(load / jnp.maximum(jnp.mean(load, axis=-1, keepdims=True), 1e-9)),
+            "max_load": jnp.max(share),
+            "load_cv": jnp.mean(jnp.std(share, axis=-1)),
+            **measure(specs, updates, opt_state, rate),
             "skipped": 1 - finite.astype(jnp.int32),
         }
         return TrainState(params, opt_state, state.step + 1), metrics
@@ -115,15 +188,21 @@ def make_train_step(config: ModelConfig, policy: Policy, token_map: Any, accumul
     return jax.jit(step, donate_argnums=0)
 
 
-def make_eval_step(config: ModelConfig, policy: Policy, token_map: Any) -> EvalStep:
-    """``step(params, batch) -> (sum of weighted nats, sum of weights)``, jitted."""
+def _selecting(config: ModelConfig) -> list[Any]:
+    return [plan for plan in layer_plans(config) if plan.selects]
+
+
+def make_eval_step(config: ModelConfig, policy: Policy, token_map: Any, weights: tuple[Stored, ...] = ()) -> EvalStep:
+    """``step(params, batch) -> (sum of weighted nats, sum of weights)``, jitted. weights: as in `StepOptions`."""
     fold = jnp.asarray(token_map, jnp.int32)
 
     def step(params: TextParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        out = forward(params, config, policy, batch.ids, batch.segments, fold)
-        return weighted_nll(out.logits, batch.targets, batch.weights)
+        params = fake_quantized(params, text_specs(config), weights)
+        out = features(params, config, policy, batch.ids, batch.segments, fold)
+        sums = chunked_sums(out.hidden, params.head, batch.targets, batch.weights)
+        return sums.nats, sums.weight
 
     return jax.jit(step)
 
 
-__all__ = ["EvalStep", "Metrics", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]
+__all__ = ["EvalStep", "Metrics", "StepOptions", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]

@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from dsv41.quant import ACTIVATION, E4M3_MAX
 from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS
 from kernels_pallas.mosaic import store
 
@@ -46,7 +47,7 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float) -> None:
-    p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, stats_gmem, x_gmem = refs
+    p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, stats_gmem, x_gmem, *fp8 = refs
     splits, _, m = p_gmem.shape
     d = gain_gmem.shape[0]
     mixes, outs, chunks_s, barriers = scoped
@@ -89,6 +90,21 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
             plgpu.copy_smem_to_gmem(source, target.at[token])
         plgpu.wait_smem_to_gmem(0)
 
+    def quantized(x, layout, chunk):
+        """Writes the codes of a chunk and the exponent byte of each group, as `dsv41.quant.pack` gives them."""
+        group = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS, COLS), 1, layout=layout), jnp.int32(ACTIVATION.group))
+        shrink = None
+        for number in range(COLS // ACTIVATION.group):
+            own = group == number
+            largest = jnp.max(jnp.where(own, jnp.maximum(x, -x), 0.0), axis=1)
+            bits = lax.bitcast_convert_type(jnp.maximum(largest, ACTIVATION.floor) * (1 / E4M3_MAX), jnp.int32)
+            exponent = (bits >> 23) + jnp.where((bits & 0x7FFFFF) != 0, 1, 0)
+            store(fp8[0].at[token, chunk * (COLS // ACTIVATION.group) + number], exponent.astype(jnp.uint8))
+            inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+            wide = plgpu.layout_cast(lax.broadcast_in_dim(inverse, (ROWS, COLS), (0,)), layout)
+            shrink = wide if shrink is None else jnp.where(own, wide, shrink)
+        store(x_gmem.at[token, pl.ds(chunk * COLS, COLS)], (x * shrink).astype(jnp.float8_e4m3fn))
+
     def normalise():
         chunks = chunks_s.shape[0]
         layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, COLS), jnp.bfloat16, 128)
@@ -108,7 +124,11 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
             gain = plgpu.layout_cast(lax.broadcast_in_dim(gain, (ROWS, COLS), (1,)), layout)
             plgpu.barrier_wait(barriers.at[i])
             hat = plgpu.load(chunks_s.at[i], layout=layout).astype(jnp.float32)
-            chunks_s[i] = (hat * rms * gain).astype(jnp.bfloat16)
+            x = (hat * rms * gain).astype(jnp.bfloat16)
+            if fp8:
+                quantized(x.astype(jnp.float32), layout, i * blocks + part)
+                return
+            chunks_s[i] = x
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(chunks_s.at[i], x_gmem.at[token, col(i)])
 
@@ -137,12 +157,14 @@ def finish(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """pre ``[T, N]``, post ``[T, N]``, comb ``[T, N * N]`` in float32, what the backward needs of each token, and x ``[T, D]``.
 
-    That is float32 ``[T, M + 4]``: M projections over the streams' RMS, then one over that RMS and over the collapsed row's.
-    p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``.
+    What the backward needs is float32 ``[T, M + 4]``: M projections over the streams' RMS, then one over that RMS and over the
+    collapsed row's. p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``. fp8: x as
+    E4M3 and, one more, its scale bytes ``[T, D / 32]``, both with T in whole tiles of 64.
     """
     f32 = jnp.float32
     t, d = hat.shape
@@ -160,9 +182,12 @@ def finish(
             plgpu.Barrier(num_barriers=chunks),
         )
 
+    tall = pl.cdiv(t, ROWS) * ROWS
+    codes = (jax.ShapeDtypeStruct((tall, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((tall, d // ACTIVATION.group), jnp.uint8))
+    x = codes if fp8 else (jax.ShapeDtypeStruct(hat.shape, hat.dtype),)
     return plgpu.kernel(
         mega_mhc_finish,
-        out_type=(*(jax.ShapeDtypeStruct((t, width), f32) for width in widths), jax.ShapeDtypeStruct(hat.shape, hat.dtype)),
+        out_type=(*(jax.ShapeDtypeStruct((t, width), f32) for width in widths), *x),
         grid=(pl.cdiv(t, ROWS) * (blocks + 1),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

@@ -1,10 +1,12 @@
 """`mega_mhc` on Hopper: two kernels of Pallas Mosaic GPU forward, `update` and `finish`, and two backward."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kernels_pallas.mega_mhc.backward import backward
 from kernels_pallas.mega_mhc.finish import finish
@@ -28,19 +30,20 @@ def refusal(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
 ) -> str | None:
     """Why these shapes or dtypes cannot run here."""
-    _, n, d = streams.shape
+    *lead, n, d = streams.shape
     if n != STREAMS:
         return f"there are {n} streams, allowed are {STREAMS}"
     if d % COLS:
         return f"a row has {d} channels, allowed are multiples of {COLS}"
     if y.dtype != jnp.bfloat16 or streams.dtype != jnp.bfloat16:
         return f"y is {y.dtype} and the streams are {streams.dtype}, allowed is bfloat16"
-    if streams.shape[0] == 0:
+    if 0 in lead:
         return "there are no tokens"
-    needed = (choose(streams.shape[0], d) if tile is None else tile).shared_bytes(n)
+    needed = (choose(math.prod(lead), d) if tile is None else tile).shared_bytes(n)
     return f"the tile takes {needed} bytes of shared memory, allowed are {SHARED_BYTES}" if needed > SHARED_BYTES else None
 
 
@@ -68,9 +71,10 @@ def forward(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
     interpret: Any = False,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+) -> tuple[tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array], jax.Array]:
     """`run` without its gradient, and what that needs besides (see `kernels_pallas.mega_mhc.finish.finish`)."""
     t, n, d = streams.shape
     f32 = jnp.float32
@@ -84,9 +88,17 @@ def forward(
     new, hat, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), tile, interpret)
     scale = hc.scale.astype(f32)[np.repeat(np.arange(3), (n, n, n * n))]
     predictor = (scale, hc.base.astype(f32))
-    outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, interpret)
-    own_pre, own_post, own_comb, stats, x = (out[:t] for out in outs)
+    outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, fp8, interpret)
+    own_pre, own_post, own_comb, stats, *x = (out[:t] for out in outs)
+    x = (lax.bitcast_convert_type(x[0], jnp.uint8), x[1]) if fp8 else x[0]
     return (new[:t], x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
+
+
+# A model has this op at every site: lowered once, not once a site.
+_lowered_once = (
+    jax.jit(forward, static_argnames=("iters", "eps", "rms_eps", "fp8", "tile", "interpret")),
+    jax.jit(backward, static_argnums=(4, 5, 6, 7)),
+)
 
 
 def run(
@@ -101,19 +113,23 @@ def run(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     tile: Tile | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`. tile: other sizes than `choose` picks; interpret: parameters of Pallas'
     interpreter."""
     static = {"iters": iters, "eps": eps, "rms_eps": rms_eps}
+    there, back = (forward, backward) if interpret else _lowered_once
 
     def keep(*args: Any) -> tuple[Any, Any]:
-        outputs, stats = forward(*args, **static, tile=tile, interpret=interpret)
+        outputs, stats = there(*args, **static, fp8=fp8, tile=tile, interpret=interpret)
         return outputs, (args, stats, outputs[1])
 
     def pull(kept: Any, cotangents: Any) -> Any:
         args, stats, x = kept
-        return backward(args, stats, x, cotangents, iters, eps, SMS, interpret)
+        if fp8:
+            raise TypeError("mega_mhc: fp8: found a gradient, allowed are values only")
+        return back(args, stats, x, cotangents, iters, eps, SMS, interpret)
 
     return differentiable(keep, pull, (y, streams, post, comb, pre, hc, gain))

@@ -10,6 +10,7 @@ from jax import lax
 
 from dsv41.mhc import coefficients, collapse, expand
 from dsv41.numerics import linear, rms_norm
+from dsv41.quant import ACTIVATION, pack
 
 
 def run(
@@ -24,10 +25,13 @@ def run(
     iters: int,
     eps: float,
     rms_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    fp8: bool = False,
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """See `kernels_pallas.mega_mhc.api.mega_mhc`."""
     new = expand(y, streams, post, comb)
-    return new, rms_norm(collapse(pre, new), gain, rms_eps), *coefficients(new, hc, iters, eps, rms_eps)
+    own = coefficients(new, hc, iters, eps, rms_eps)
+    x = rms_norm(collapse(pre, new), gain, rms_eps)
+    return new, pack(x, ACTIVATION) if fp8 else x, *own
 
 
 def total(terms: list[jax.Array]) -> jax.Array:
@@ -58,6 +62,13 @@ def high_and_low(fn: jax.Array) -> jax.Array:
     return jnp.concatenate([high, fn - high]).astype(jnp.bfloat16)
 
 
+def predicted(mixes: jax.Array, n: int, iters: int, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """pre ``[T, N]``, post ``[T, N]`` and comb ``[T, N, N]`` of the scaled and shifted projections ``[T, N (N + 2)]``."""
+    out = sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
+    comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
+    return jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), comb
+
+
 def unrolled(
     y: jax.Array,
     streams: jax.Array,
@@ -70,8 +81,9 @@ def unrolled(
     iters: int,
     eps: float,
     rms_eps: float,
+    fp8: bool = False,
     split: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array]:
     """The same with every sum over streams written out, so that XLA makes one elementwise kernel of it.
 
     split: the projection as one bfloat16 product with `high_and_low`, where a float32 one is a kernel of its own.
@@ -91,6 +103,4 @@ def unrolled(
         projected = linear(flat, hc.fn, f32)
     scale = lax.rsqrt(jnp.mean(jnp.square(newf), axis=(1, 2)) + rms_eps)
     mixes = projected * scale[:, None] * hc.scale[np.repeat(np.arange(3), (n, n, n * n))][None] + hc.base[None]
-    out = sinkhorn([[mixes[:, 2 * n + j * n + k] for k in range(n)] for j in range(n)], iters, eps)
-    own_comb = jnp.stack([jnp.stack(row, axis=-1) for row in out], axis=-2)
-    return new, x, jax.nn.sigmoid(mixes[:, :n]) + eps, 2 * jax.nn.sigmoid(mixes[:, n : 2 * n]), own_comb
+    return new, pack(x, ACTIVATION) if fp8 else x, *predicted(mixes, n, iters, eps)

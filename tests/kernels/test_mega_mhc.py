@@ -1,6 +1,7 @@
 """mega_mhc: every implementation against the model's own functions, values and gradients, and what the kernels refuse."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from dsv41.quant import ACTIVATION, pack, unpack
 from kernels_pallas import registry
 from kernels_pallas.interpret import gpu_interpreter, gpu_races
 from kernels_pallas.mega_mhc import cases, gpu, reference, tpu
@@ -105,12 +107,11 @@ def test_every_tiling_gives_the_same(tile, monkeypatch):
 def test_real_shapes_lower_for_the_device(name):
     case = cases.REAL[name]
     args = cases.abstract(case)
-    assert gpu.refusal(*args, **cases.options(case)) is None
-    run = jax.jit(functools.partial(gpu.run, **cases.options(case)))
-    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert tpu.refusal(*args, **cases.options(case)) is None
-    run = jax.jit(functools.partial(tpu.run, **cases.options(case)))
-    assert "mega_mhc" in run.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    for impl, platform in ((gpu, "cuda"), (tpu, "tpu")):
+        assert impl.refusal(*args, **cases.options(case)) is None
+        run = jax.jit(cases.timed(case, functools.partial(impl.run, **cases.options(case))))
+        text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert "mega_mhc" in text and ("mega_mhc_backward" in text) == case.backward
 
 
 @pytest.mark.parametrize("tokens", [3, 100])
@@ -118,6 +119,32 @@ def test_any_number_of_tokens_lowers_for_the_device(tokens):
     case = cases.Case(tokens, width=256)
     run = jax.jit(functools.partial(gpu.run, **cases.options(case)))
     assert "mega_mhc" in run.trace(*cases.abstract(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_fp8_input_is_the_packed_input_bit_for_bit(monkeypatch):
+    case = cases.Case(72, width=256)
+    y, x, *rest = cases.arguments(case)
+    # Groups of zeros, and of values below the least scale.
+    args = (y.at[3].set(0).at[5].multiply(1e-5), x.at[3].set(0).at[5].multiply(1e-5), *rest[:-1], rest[-1].at[32:64].set(0))
+    plain = gpu_outputs(case, args, SMALL_TILE, monkeypatch)
+    got = gpu_outputs(replace(case, fp8=True), args, SMALL_TILE, monkeypatch)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves((plain[0], pack(plain[1], ACTIVATION), *plain[2:])), strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_array_equal(g, w)
+    others = [mega_mhc(*args, **cases.options(replace(case, fp8=True)))[1]]
+    others.append(implementation("tpu", replace(case, fp8=True), interpret=pltpu.InterpretParams())(*args)[1])
+    for other in others:
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), other) == jax.tree.map(lambda a: (a.shape, a.dtype), got[1])
+        # A row rounded to its other neighbour may change a code by one, to the next of eight steps of a power of two.
+        values, want = unpack(*other, ACTIVATION), unpack(*got[1], ACTIVATION)
+        assert float(jnp.max(jnp.abs(values - want)) / jnp.max(jnp.abs(want))) <= 2**-3
+
+
+def test_fp8_has_no_gradient():
+    case = cases.Case(4, width=128, fp8=True)
+    run = functools.partial(gpu.run, **cases.options(case), interpret=gpu_interpreter())
+    with pytest.raises(TypeError, match="allowed are values only"):
+        jax.eval_shape(lambda *args: jax.vjp(run, *args)[1](run(*args)), *cases.abstract(case))
 
 
 def test_tiles_cover_the_columns_and_fit_shared_memory():

@@ -53,7 +53,7 @@ def worst(got, want):
 
 @pytest.mark.parametrize("name", ["reference", "unrolled", "tpu", "gpu"])
 def test_gradients_agree_with_float64(name, monkeypatch):
-    case = cases.Case(5, width=128, iters=3)
+    case = cases.Case(21 if name == "tpu" else 5, width=128, iters=3)  # more than a block of 16
     args = cases.arguments(case)
     run = {"unrolled": reference.unrolled, "reference": reference.run, "tpu": tpu.run, "gpu": gpu.run}[name]
     races = []

@@ -107,6 +107,27 @@ def test_every_dtype_and_every_bit(tmp_path):
     assert_same_bits(checkpoints.restore(0, abstract(state))[0], state)
 
 
+@pytest.mark.pitfall("N11")
+def test_a_save_behind_the_run_has_the_state_of_its_call(tmp_path):
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints"), make_state(1)
+    kept = jax.tree.map(lambda a: jnp.array(a, copy=True), state)
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda a: a + 1, s), donate_argnums=0)
+    checkpoints.save_behind(1, state, {"position": 1})
+    checkpoints.save_behind(2, overwrite(state), {"position": 2})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    assert_same_bits(checkpoints.restore(1, abstract(kept))[0], kept)
+    assert_same_bits(checkpoints.restore(2, abstract(kept))[0], overwrite(kept))
+
+
+def test_a_save_behind_the_run_that_fails_says_so_when_waited_for(tmp_path):
+    (tmp_path / "file").write_text("")
+    checkpoints, state = Checkpoints(tmp_path / "file"), make_state(1)
+    checkpoints.save_behind(1, state, {})
+    assert "cannot write step 1" in error_of(checkpoints.save_behind, 2, state, {})
+    checkpoints.wait()  # nothing is left of it
+
+
 def test_arrays_come_back_on_the_shardings_asked_for(saved):
     checkpoints, state = saved
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -116,6 +137,27 @@ def test_arrays_come_back_on_the_shardings_asked_for(saved):
     params = checkpoints.restore_params(3, target)
     assert params["embed"].sharding == rows
     assert_same_bits(params, state.params)
+
+
+@pytest.mark.pitfall("N9")
+def test_saved_on_four_devices_and_restored_on_two_and_one(tmp_path):
+    """Weights and momenta in parts of rows on four devices, and again on fewer; what it holds is read without any array."""
+
+    def on(count: int, tree: Any, place: Any) -> Any:
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        rows, all_of_it = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("x",), ()))
+        return jax.tree.map(lambda a: place(a, rows if a.ndim and a.shape[0] % 4 == 0 else all_of_it), tree)
+
+    state, checkpoints = make_state(3), Checkpoints(tmp_path)
+    checkpoints.save(3, on(4, state, jax.device_put), {"position": 3})
+    described = checkpoints.described(3)
+    assert described["params"]["embed"] == [[40, 6], "float32"] and checkpoints.meta(3) == {"position": 3}
+    for count in (2, 1):
+        target = on(count, state, lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding))
+        found, _ = checkpoints.restore(3, target)
+        assert_same_bits(found, state)
+        assert len(found.params["embed"].sharding.device_set) == count
+        assert all(leaf.sharding == want.sharding for leaf, want in zip(*map(jax.tree.leaves, (found, target)), strict=True))
 
 
 def test_the_newest_stay(tmp_path):

@@ -1,5 +1,6 @@
 """Runs: resume gives the same numbers, the folder's files, what stops a resume, steps that are not finite."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,10 +29,10 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
-from train.losses import total_loss, weighted_nll
+from train.metrics import MEASURED
 from train.packing import Packed
 from train.run import read_run, write_run
-from train.step import init_state, make_train_step
+from train.step import StepOptions, init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
 TEXT = "\n".join(f"def f{n}(a, b):\n    return a * {n} + b\n" for n in range(60))
@@ -83,7 +84,8 @@ def options(tmp_path_factory):
         preset="tiny",
         data=(str(base / "data"),),
         steps=10,
-        batch_size=2,
+        batch_size=6,
+        accumulate=2,
         length=64,
         checkpoint_every=5,
     )
@@ -96,9 +98,8 @@ def whole(options):
 
 
 def _records(run):
-    return [
-        {k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
 
 
 def test_a_run_learns_and_leaves_its_files(options, whole):
@@ -106,6 +107,8 @@ def test_a_run_learns_and_leaves_its_files(options, whole):
     assert [r["step"] for r in records] == list(range(1, 11))
     assert all(math.isfinite(r["loss"]) and not r["skipped"] for r in records)
     assert records[-1]["ce"] < records[0]["ce"]
+    # What resumes to the same bits below adds up parts of a batch and goes past the end of an epoch.
+    assert 5 * options.batch_size < len(whole.prepared.train.ids) < 10 * options.batch_size and options.accumulate == 2
     first, last = whole.scores
     assert (first.step, last.step) == (0, 10) and last.bits_per_byte < first.bits_per_byte
     for name in ("config.json", "tokenizer.json", "run.json", "loss.png"):
@@ -134,7 +137,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
-    for name in ("prepare", "make_train_step", "make_eval_step", "init_state"):
+    for name in ("prepare", "make_train_step", "Examiner", "init_state"):
         monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
     argv = [
         "train",
@@ -145,6 +148,8 @@ def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, wh
         "--data",
         *options.data,
         "--batch-size",
+        "6",
+        "--accumulate",
         "2",
         "--length",
         "64",
@@ -211,7 +216,7 @@ def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
     assert len(loop._read_metrics(tmp_path / "metrics.jsonl", 1)) == 1
 
 
-@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 3}, {"seed": 1}, {"accumulate": 2}, {"preset": "toy"}])
+@pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 4}, {"seed": 1}, {"accumulate": 3}, {"preset": "toy"}])
 def test_resume_with_other_options_is_an_error(options, whole, change):
     with pytest.raises(UserError, match="config" if "preset" in change else next(iter(change))):
         train(replace(options, **change))
@@ -250,7 +255,9 @@ def test_parts_of_a_batch_add_up_to_it(parts):
         segments = (np.arange(64)[None] < np.array(lengths)[:, None]).astype(np.int32)
         batch = to_batch(Packed(ids, segments))
         want, whole = make_train_step(config, Policy(), fold)(init_state(config, 0), batch, jnp.float32(1e-3))
-        got, metrics = make_train_step(config, Policy(), fold, parts)(init_state(config, 0), batch, jnp.float32(1e-3))
+        got, metrics = make_train_step(config, Policy(), fold, StepOptions(parts))(
+            init_state(config, 0), batch, jnp.float32(1e-3)
+        )
         np.testing.assert_allclose(metrics["ce"], whole["ce"], rtol=2e-6)
         np.testing.assert_allclose(metrics["max_load"], whole["max_load"], rtol=1e-6)
         if min(lengths) == 64:
@@ -268,8 +275,8 @@ def _command(options, name):
     save_config(_tiny(), base / "tiny.json")
     part = replace(options, out=base / name, preset="toy", config=base / "tiny.json", checkpoint_every=2, keep=1)
     command = [sys.executable, "-m", "dsv41.cli", "train", "--out", str(part.out), "--config", str(part.config)]
-    command += ["--data", *part.data, "--steps", "10", "--batch-size", "2", "--length", "64", "--checkpoint-every", "2"]
-    return part, [*command, "--keep", "1", "--no-evaluate"]
+    command += ["--data", *part.data, "--steps", "10", "--batch-size", "6", "--accumulate", "2", "--length", "64"]
+    return part, [*command, "--checkpoint-every", "2", "--keep", "1", "--no-evaluate"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -289,17 +296,22 @@ def test_a_run_that_is_asked_to_end_saves_the_step_it_is_at(options, whole, numb
 
 @pytest.mark.pitfall("N11")
 def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
-    """kill -9 at an arbitrary moment, the second time during a save; the last process ends as the unbroken run did."""
+    """kill -9 at an arbitrary moment behind a checkpoint, then during a save; the last process ends as the unbroken run did."""
     part, command = _command(options, "killed")
-    saves = part.out / "checkpoints"
-    for killed, name in ((True, None), (True, "partial"), (False, None)):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    saves, log = part.out / "checkpoints", part.out / "metrics.jsonl"
+
+    def saved():
+        return any(p.name.isdecimal() for p in saves.iterdir()) and len(log.read_text().splitlines()) >= 3
+
+    def saving():
+        return any(not p.name.isdecimal() and p.stat().st_mtime > began for p in saves.iterdir())
+
+    for killed in (saved, saving, None):
+        began, process = time.time(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         while killed and process.poll() is None:
-            log = part.out / "metrics.jsonl"
-            if name is None and log.exists() and len(log.read_text().splitlines()) >= 3:
-                break
-            if name and any(not p.name.isdecimal() for p in saves.iterdir()):
-                break
+            with contextlib.suppress(FileNotFoundError):  # not there yet, or gone meanwhile
+                if killed():
+                    break
             time.sleep(0.005)
         if killed:
             process.kill()
@@ -310,12 +322,3 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)
     chex.assert_trees_all_equal(whole.state, restored)
-
-
-def test_losses():
-    logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [jnp.nan] * 3]], jnp.float32))
-    targets, weights = jnp.array([[0, 1, 2]], jnp.int32), jnp.array([[1.0, 3.0, 0.0]], jnp.float32)
-    nats, count = weighted_nll(logits, targets, weights)
-    ce = nats / count
-    np.testing.assert_allclose(ce, -(math.log(0.5) + 3 * math.log(0.8)) / 4, rtol=1e-6)
-    np.testing.assert_allclose(total_loss(ce, jnp.float32(2), jnp.float32(0.5)), float(ce) + 2e-4 + 0.5, rtol=1e-6)

@@ -100,12 +100,38 @@ def test_a_weight_without_a_family_is_an_error(family):
         make_optimizer({**SMALL, "lost": 3}, constant(1.0))
 
 
+@pytest.mark.pitfall("N1")
+def test_a_weight_with_two_owners_is_an_error():
+    twice = {**SMALL, "again": replace(SMALL["embed"], family="muon")}
+    for use in (lambda specs: make_optimizer(specs, constant(1.0)), optimizer_report):
+        with pytest.raises(UserError, match=r"optimizer of embed\.weight: found two weights of that name"):
+            use(twice)
+
+
 def test_adamw_card_and_decay_where_the_spec_says_so():
-    specs = {name: replace(SMALL["gain"], shape=(1,), decay=decay) for name, decay in (("on", True), ("off", False))}
+    specs = {name: replace(SMALL["gain"], key=name, shape=(1,), decay=decay) for name, decay in (("on", True), ("off", False))}
     two, four = ({name: jnp.full(1, value, jnp.float32) for name in specs} for value in (2.0, 4.0))
     params, _ = run(specs, two, four)
     np.testing.assert_allclose(params["on"], 1.988, rtol=1e-6)
     np.testing.assert_allclose(params["off"], 1.99, rtol=1e-6)
+
+
+def test_adamw_against_float64():
+    """Three steps of AdamW as its paper writes it, in float64 NumPy, to a millionth of the weight's size."""
+    spec, rate = replace(SMALL["gain"], shape=(40,)), 0.01
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal(40, dtype=np.float32)
+    rule, params = make_optimizer({"gain": spec}, constant(rate)), {"gain": jnp.asarray(weight)}
+    state, update = rule.init(params), jax.jit(rule.update)
+    wanted, m, v = weight.astype(np.float64), np.zeros(40), np.zeros(40)
+    for step in range(1, 4):
+        g = rng.standard_normal(40, dtype=np.float32) * np.float32(10.0 ** -(3 * step))
+        updates, state = update({"gain": jnp.asarray(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * np.square(g.astype(np.float64))
+        direction = (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-20)
+        wanted = wanted - rate * (direction + 0.1 * wanted)
+    assert np.linalg.norm(params["gain"] - wanted) <= 1e-6 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("exponent", range(-24, 1))
@@ -196,12 +222,12 @@ def test_clip_leaves_indexers_out():
     assert float(norm) == 0 and not np.any(zero["muon"])
 
 
-@pytest.mark.parametrize("name", ["small", "toy"])
-def test_report_is_what_the_state_takes(name):
+@pytest.mark.parametrize(("name", "active"), [("small", 0), ("toy", 0), ("toy", 500)])
+def test_report_is_what_the_state_takes(name, active):
     specs = SMALL if name == "small" else text_specs(preset("toy"))
     params = map_specs(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
-    state = make_optimizer(specs, constant(1.0)).init(params)
-    report = optimizer_report(specs)
+    state = make_optimizer(specs, constant(1.0), active).init(params)
+    report = optimizer_report(specs, active)
 
     def size(tree):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

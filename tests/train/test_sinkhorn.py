@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models import sizes
 from train.optim import sinkhorn as module
-from train.optim.sinkhorn import sinkhorn
+from train.optim.sinkhorn import Rows, sinkhorn
 
 balance = jax.jit(module.balance)
 
@@ -91,3 +92,55 @@ def test_nesterov_looks_ahead():
     m = 0.05 * g[0].astype(np.float64)
     m = 0.95 * m + 0.05 * g[1]
     near(update["t"], 0.18 * dense(0.95 * m + 0.05 * g[1]))
+
+
+def _touches(rng, count, rows):
+    ids = np.sort(rng.permutation(rows)[:count]).astype(np.int32)
+    return ids, (np.exp(2 * rng.standard_normal((count, 1))) * rng.standard_normal((count, 4))).astype(np.float32)
+
+
+def test_rows_alone_do_what_the_whole_table_does():
+    """Float32 in another order, of values of size 0.18; over 40 steps, in which rows fall under the mask and come back."""
+    rows, rng = 60, np.random.default_rng(4)
+    whole, some = sinkhorn(), sinkhorn({"t": 50})
+    table = {"t": jnp.zeros((rows, 4), jnp.float32)}
+    states = [rule.init(table) for rule in (whole, some)]
+    steps = [jax.jit(rule.update) for rule in (whole, some)]
+    for _ in range(40):
+        ids, values = _touches(rng, 5, 40)  # at most 40 rows are ever touched: none is dropped
+        gradient = {
+            "t": Rows(jnp.append(jnp.asarray(ids), rows).astype(jnp.int32), jnp.pad(jnp.asarray(values), ((0, 1), (0, 0))))
+        }
+        (wanted, states[0]), (found, states[1]) = (step(gradient, state) for step, state in zip(steps, states, strict=True))
+        near(module.dense(found["t"], rows), wanted["t"], 2e-6)
+    active = states[1].momentum["t"]
+    near(module.dense(active.rows, rows), states[0].momentum["t"], 1e-6)
+    assert int(active.lost) == 0 and float(active.rest) == 0
+
+
+def test_rows_that_are_dropped_still_count_in_the_mean():
+    """Twelve rows are touched once, then one again and again, with room for four: their norms decay in a sum of them."""
+    rows, rng = 30, np.random.default_rng(5)
+    whole, some = sinkhorn(), sinkhorn({"t": 4})
+    table = {"t": jnp.zeros((rows, 4), jnp.float32)}
+    states, steps = [rule.init(table) for rule in (whole, some)], [jax.jit(rule.update) for rule in (whole, some)]
+    first = _touches(rng, 12, rows - 10)
+    touched = [(first[0] + 10, first[1])] + [(np.array([3], np.int32), np.full((1, 4), 50.0, np.float32))] * 3
+    for ids, values in touched:
+        gradient = {"t": Rows(jnp.asarray(ids), jnp.asarray(values))}
+        _, states[0] = steps[0](gradient, states[0])
+        _, states[1] = steps[1](gradient, states[1])
+        active = states[1].momentum["t"]
+        norms = np.linalg.norm(np.asarray(states[0].momentum["t"]), axis=1)
+        kept = np.linalg.norm(np.asarray(active.rows.values), axis=1)
+        np.testing.assert_allclose(kept.sum() + active.rest, norms.sum(), rtol=1e-5)
+        assert int(active.lost) >= 12 - 4
+    near(active.rows.values[0], states[0].momentum["t"][3], 1e-6)
+
+
+def test_a_step_on_rows_makes_nothing_of_the_tables_size():
+    rows = 10**6
+    rule = sinkhorn({"t": 64})
+    state = jax.eval_shape(rule.init, {"t": jax.ShapeDtypeStruct((rows, 4), jnp.float32)})
+    gradient = {"t": Rows(jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16, 4), jnp.float32))}
+    assert max(sizes(jax.make_jaxpr(rule.update)(gradient, state).jaxpr)) <= 4 * (64 + 16)

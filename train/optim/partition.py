@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Num
 from dsv41.errors import UserError
 from dsv41.params import ParamSpec, map_specs, spec_leaves
 from train.optim.muon import WEIGHT_DECAY, muon
-from train.optim.sinkhorn import sinkhorn
+from train.optim.sinkhorn import UPDATE_RMS, ActiveRows, Rows, dense, sinkhorn
 
 # Momenta that a family keeps of each number; None: the optimizer leaves the weight alone.
 _MOMENTA = {"muon": 1, "sinkhorn": 1, "adamw": 2, "sign": None, "frozen": None}
@@ -48,11 +48,20 @@ def adamw(specs: Any) -> optax.GradientTransformation:
 
 
 def _check(specs: Any) -> None:
+    seen: set[str] = set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, ParamSpec)):
         where = spec.key if isinstance(spec, ParamSpec) else jax.tree_util.keystr(path)
         family = getattr(spec, "family", None)
         if family not in _MOMENTA:
             raise UserError(f"optimizer of {where}: found {family!r}, allowed are {', '.join(_MOMENTA)}")
+        if where in seen:
+            raise UserError(f"optimizer of {where}: found two weights of that name, allowed is one owner for each weight")
+        seen.add(where)
+
+
+def _capacity(spec: ParamSpec, active_rows: int) -> int:
+    """Rows of a table whose momentum is kept, 0 for all of them."""
+    return active_rows if spec.axes[0] == "table_rows" and active_rows < spec.shape[0] else 0
 
 
 def _select(specs: Any, family: str, tree: Any) -> Any:
@@ -60,18 +69,20 @@ def _select(specs: Any, family: str, tree: Any) -> Any:
     return map_specs(lambda spec, leaf: leaf if spec.family == family else None, specs, tree)
 
 
-def make_optimizer(specs: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(specs: Any, schedule: optax.Schedule, active_rows: int = 0) -> optax.GradientTransformation:
     """The optimizer of a whole tree of weights, such as `text_specs` describes (training §1.1).
 
-    ``update(gradients, state, params)`` gives updates for `optax.apply_updates`: minus the learning rate, minus the
+    ``update(gradients, state, params)`` gives updates for `apply_updates`: minus the learning rate, minus the
     spec's factor, times the family's direction; exactly zero, in the weight's dtype, for ``sign`` and ``frozen``
-    weights, whose gradients are not looked at and may be anything, None included.
+    weights, whose gradients are not looked at and may be anything, None included. The gradient of a table may be `Rows`.
+    active_rows: rows of an Engram table whose momentum is kept; its gradient and update are `Rows`. 0 for all rows.
 
-    Raises `UserError` for a leaf without a known family, by its name.
+    Raises `UserError` for a leaf without a known family, and for two leaves of one name.
     """
     _check(specs)
     own = {name: _select(specs, name, specs) for name, momenta in _MOMENTA.items() if momenta}
-    rules = {"muon": muon(own["muon"]), "sinkhorn": sinkhorn(), "adamw": adamw(own["adamw"])}
+    capacity = map_specs(lambda spec: _capacity(spec, active_rows), own["sinkhorn"])
+    rules = {"muon": muon(own["muon"]), "sinkhorn": sinkhorn(capacity), "adamw": adamw(own["adamw"])}
 
     def init(params: Any) -> OptimizerState:
         states = {name: rule.init(_select(specs, name, params)) for name, rule in rules.items()}
@@ -80,23 +91,38 @@ def make_optimizer(specs: Any, schedule: optax.Schedule) -> optax.GradientTransf
     def update(gradients: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
         directions, states = {}, {}
         for name, rule in rules.items():
-            direction, states[name] = rule.update(
-                _select(specs, name, gradients), state.families[name], _select(specs, name, params)
-            )
-            directions[name] = iter(jax.tree.leaves(direction))
+            chosen = _select(specs, name, gradients)
+            if name != "sinkhorn":
+                chosen = map_specs(lambda spec, g: dense(g, spec.shape[0]) if isinstance(g, Rows) else g, specs, chosen)
+            direction, states[name] = rule.update(chosen, state.families[name], _select(specs, name, params))
+            directions[name] = iter(jax.tree.leaves(direction, is_leaf=lambda x: isinstance(x, Rows)))
         rate = -jnp.asarray(schedule(state.steps), jnp.float32)
 
-        def step(spec: ParamSpec, weight: Array) -> Array:
+        def step(spec: ParamSpec, weight: Array) -> Any:
             if spec.family not in directions:
                 return jnp.zeros_like(weight)
-            return rate * spec.lr_scale * next(directions[spec.family])
+            direction = next(directions[spec.family])
+            if isinstance(direction, Rows):
+                return Rows(direction.ids, rate * spec.lr_scale * direction.values)
+            return rate * spec.lr_scale * direction
 
         return map_specs(step, specs, params), OptimizerState(optax.safe_increment(state.steps), states)
 
     return optax.GradientTransformation(init, update)
 
 
-def optimizer_report(specs: Any) -> dict[str, dict[str, int]]:
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, for updates of some rows too."""
+
+    def one(weight: Array, update: Any) -> Array:
+        if isinstance(update, Rows):
+            return weight.at[update.ids].add(update.values, mode="drop")
+        return weight + update
+
+    return jax.tree.map(one, params, updates)
+
+
+def optimizer_report(specs: Any, active_rows: int = 0) -> dict[str, dict[str, int]]:
     """Family to ``parameters`` and ``state_bytes`` of its optimizer state, from the specs alone.
 
     AdamW's bytes include the step counter of its bias correction; the shared step count is under ``schedule``.
@@ -107,8 +133,21 @@ def optimizer_report(specs: Any) -> dict[str, dict[str, int]]:
     report["adamw"]["state_bytes"] = _COUNT_BYTES
     for spec in spec_leaves(specs):
         report[spec.family]["parameters"] += spec.size
-        report[spec.family]["state_bytes"] += (_MOMENTA[spec.family] or 0) * spec.size * spec.dtype(0).nbytes
+        if rows := _capacity(spec, active_rows):
+            # Each row's id, and two scalars.
+            report[spec.family]["state_bytes"] += 4 * (rows * (spec.shape[1] + 1) + 2)
+        else:
+            report[spec.family]["state_bytes"] += (_MOMENTA[spec.family] or 0) * spec.size * spec.dtype(0).nbytes
     return dict(report)
+
+
+def floats(gradients: Any) -> Any:
+    """The gradients without those of id tables, and without the ids of rows."""
+    return jax.tree.map(lambda g: g if jnp.issubdtype(g.dtype, jnp.floating) else None, gradients)
+
+
+def _norm(tree: Any) -> Float[Array, ""]:
+    return jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(floats(tree))), start=jnp.float32(0)))
 
 
 def clip(specs: Any, gradients: Any, limit: float = 1.0) -> tuple[Any, Float[Array, ""]]:
@@ -121,10 +160,53 @@ def clip(specs: Any, gradients: Any, limit: float = 1.0) -> tuple[Any, Float[Arr
     def counts(spec: ParamSpec) -> bool:
         return bool(_MOMENTA[spec.family]) and ".indexer." not in spec.key
 
-    counted = map_specs(lambda spec, g: g if counts(spec) else None, specs, gradients)
-    norm = jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(counted)), start=jnp.float32(0)))
+    norm = _norm(map_specs(lambda spec, g: g if counts(spec) else None, specs, gradients))
     scale = jnp.where(norm > limit, limit / norm, 1.0)
-    return map_specs(lambda spec, g: g * scale if counts(spec) else g, specs, gradients), norm
+
+    def scaled(spec: ParamSpec, g: Any) -> Any:
+        if not counts(spec):
+            return g
+        return Rows(g.ids, g.values * scale) if isinstance(g, Rows) else g * scale
+
+    return map_specs(scaled, specs, gradients), norm
+
+
+def measure(specs: Any, updates: Any, state: OptimizerState, rate: Array) -> dict[str, Array]:
+    """What the optimizer did, float32[] each, of the updates before they are applied.
+
+    ``update_rms.FAMILY``: RMS over the rate, of the rows that move in tables that Sinkhorn balances. ``sinkhorn_residual``:
+    how far from 1 the furthest column's RMS over those rows is; the rows' own is 1. ``engram_lost``: rows that lost momentum
+    for want of capacity, so far, where only some rows have any.
+    """
+    squares: dict[str, list[Array]] = defaultdict(list)
+    counts: dict[str, list[Any]] = defaultdict(list)
+    residuals = []
+
+    def see(spec: ParamSpec, update: Any) -> None:
+        if not _MOMENTA[spec.family]:
+            return
+        values = (update.values if isinstance(update, Rows) else update) / jnp.maximum(rate, 1e-30)
+        squares[spec.family].append(jnp.sum(jnp.square(values)))
+        count: Any = values.size
+        if spec.family == "sinkhorn":
+            live = jnp.sum(jnp.any(values != 0, axis=1).astype(jnp.float32))
+            count = live * values.shape[1]
+            columns = jnp.sqrt(jnp.sum(jnp.square(values), axis=0) / jnp.maximum(live, 1.0)) / (UPDATE_RMS * spec.lr_scale)
+            residuals.append(jnp.where(live > 0, jnp.max(jnp.abs(columns - 1.0)), 0.0))
+        counts[spec.family].append(count)
+
+    map_specs(see, specs, updates)
+    found = {
+        f"update_rms.{family}": jnp.sqrt(sum(parts, start=jnp.float32(0)) / jnp.maximum(jnp.float32(sum(counts[family])), 1.0))
+        for family, parts in squares.items()
+    }
+    if residuals:
+        found["sinkhorn_residual"] = jnp.max(jnp.stack(residuals))
+    momenta = jax.tree.leaves(state.families["sinkhorn"].momentum, is_leaf=lambda x: isinstance(x, ActiveRows))
+    lost = [one.lost for one in momenta if isinstance(one, ActiveRows)]
+    if lost:
+        found["engram_lost"] = sum(lost, start=jnp.int32(0)).astype(jnp.float32)
+    return found
 
 
 def update_biases(bias: Float[Array, " E"], load: Num[Array, " E"], speed: float = 0.001) -> Float[Array, " E"]:
