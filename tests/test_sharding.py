@@ -1,0 +1,191 @@
+"""Meshes: where weights lie, rows to experts on other devices, and a training step against one device's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bench.sharding_parity import differences, some_batch
+from dsv41 import exchange, sharding
+from dsv41.config import preset
+from dsv41.errors import UserError
+from dsv41.moe import dispatched_experts, grouped_experts
+from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
+from tests.models import equations, tiny_config, tiny_params
+from train.optim.muon import muon
+
+MESHES = ("data=2,expert=4", "fsdp=8,expert=8", "data=2,fsdp=2,expert=4,model=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("expret=2", "found axis 'expret'.*did you mean 'expert'|found axis 'expret'.*expert"),
+        ("data=2,data=4", "found 'data=4', allowed is each axis once"),
+        ("data", "found 'data'"),
+        ("data=0", "found 'data=0'"),
+        ("", "found axis ''"),
+        ("data=-1", "found 'data=-1'"),
+    ],
+)
+def test_parse_mesh_refuses(text, says):
+    with pytest.raises(UserError, match=says):
+        sharding.parse_mesh(text)
+
+
+def test_a_mesh_must_suit_model_and_machine():
+    sizes = sharding.parse_mesh(" data=2 , expert=4")
+    assert sharding.spell(sizes) == "data=2,expert=4"
+    sharding.check_mesh(preset("toy"), sizes)
+    with pytest.raises(UserError, match=r"found expert times model of 3, .* 8 routed experts; nearest is 2"):
+        sharding.check_mesh(preset("toy"), sharding.parse_mesh("expert=3"))
+    with pytest.raises(UserError, match=r"found model of 4, .* 2 groups .*; nearest is 2"):
+        sharding.check_mesh(preset("toy"), sharding.parse_mesh("model=4"))
+    with pytest.raises(UserError, match=r"for 16 devices, .* the 8 here"):
+        sharding.make_mesh(sharding.parse_mesh("data=16"))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parts_are_whole_heads_tiles_and_experts(mesh):
+    """Every part is of equal size, a whole number of heads and tiles, but for a table's padding; no mesh axis cuts twice."""
+    sizes = sharding.parse_mesh(mesh)
+    for spec in spec_leaves(text_specs(preset("flash"))):
+        cut = sharding.placement(spec, sizes)
+        axes = [axis for dim in cut for axis in dim]
+        assert len(axes) == len(set(axes))
+        shape = sharding.shard_shape(spec, sizes, cut)
+        for dim, (part, whole) in enumerate(zip(shape, spec.shape, strict=True)):
+            parts = int(np.prod([sizes[axis] for axis in cut[dim]]))
+            assert part * parts == (whole if spec.axes[0] != "table_rows" or dim else -(-whole // parts) * parts)
+            back = len(spec.shape) - dim
+            if parts > 1 and back <= {"fp8": 2, "fp4": 1}.get(spec.stored, 0):
+                assert part % 32 == 0
+            if parts > 1 and back == 2 and spec.blocks > 1:
+                assert part % (whole // spec.blocks) == 0
+        if spec.stacked:
+            assert cut[1:] == ((), ())
+        # Nothing large has a copy everywhere.
+        assert axes or 4 * spec.size < 2**20
+
+
+def on_mesh(function, mesh, ins, outs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
+
+
+@pytest.mark.parametrize("mesh", ["expert=4", "expert=2,model=2"])
+@pytest.mark.parametrize("skew", ["even", "one expert", "none live"])
+def test_dispatched_experts_are_those_of_one_device(mesh, skew):
+    """Values, and gradients of rows, weights and experts, for even loads, all on one expert, and padding alone."""
+    sizes, rng = sharding.parse_mesh(mesh), np.random.default_rng(0)
+    n, d, f, experts, k = 24, 8, 16, 8, 2
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    x, weights = draw(n, d), draw(n, k)
+    ids = jnp.asarray(np.stack([rng.permutation(experts)[:k] for _ in range(n)]), jnp.int32)
+    ids = jnp.broadcast_to(jnp.asarray([3, 5], jnp.int32), (n, k)) if skew == "one expert" else ids
+    live = jnp.asarray(rng.random((n, 1)) < (0.0 if skew == "none live" else 0.8))
+    w = ExpertParams(draw(experts, f, d), draw(experts, f, d), draw(experts, d, f))
+    g = draw(n, d)
+    one = lambda x, weights, w: grouped_experts(x, ids, weights, live, w, 10.0)  # noqa: E731
+    wanted, back = jax.vjp(one, x, weights, w)
+    wanted = (wanted, *jax.tree.leaves(back(g)))
+
+    def run(x, ids, weights, live, w, g):
+        dispatched = lambda x, weights, w: dispatched_experts(x, ids, weights, live, w, 10.0)  # noqa: E731
+        out, back = jax.vjp(dispatched, x, weights, w)
+        x, weights, w = back(g)
+        return sharding.total((out, x, weights), "model"), w
+
+    rows, held = P("expert"), P(("model", "expert"))
+    found = on_mesh(run, sharding.make_mesh(sizes), (rows, rows, rows, rows, held, rows), (rows, held))(
+        x, ids, weights, live, w, g
+    )
+    for a, b in zip(jax.tree.leaves(found), wanted, strict=True):
+        # fp32 sums of at most 48 rows of order 10 in another order: 1e-5 of the largest, headroom 5.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+def test_the_ragged_form_sends_what_the_dense_twin_does():
+    """Its offsets and sizes, by a plain copy of every pair's rows; CPU cannot run it. It lowers for a GPU, gradient too."""
+    shards, most, count = 4, 6, 24
+    sizes = np.random.default_rng(0).integers(0, most, (shards, shards)).astype(np.int32)
+    rows = np.arange(shards * count, dtype=np.float32).reshape(shards, count, 1)
+    mesh = sharding.make_mesh(sharding.parse_mesh("expert=4"))
+    spec = P("expert")
+    dense = on_mesh(lambda r: exchange.exchange(r, jnp.asarray(sizes), most, count), mesh, spec, spec)
+    got = np.asarray(dense(rows.reshape(-1, 1))).reshape(shards, count, 1)
+    wanted = np.zeros_like(got)
+    for receiver in range(shards):
+        at = 0
+        for sender in range(shards):
+            n, first = sizes[sender, receiver], sizes[sender, :receiver].sum()
+            assert at == sizes[:sender, receiver].sum()  # the ragged form's offset on the receiver
+            wanted[receiver, at : at + n] = rows[sender, first : first + n]
+            at += n
+    np.testing.assert_array_equal(got, wanted)
+
+    def squared(r):
+        return jax.grad(lambda r: jnp.sum(exchange.exchange(r, jnp.asarray(sizes), most, count) ** 2))(r)
+
+    abstract = sharding.abstract_mesh(sharding.parse_mesh("expert=4"))
+    with exchange.using("ragged"):
+        traced = on_mesh(squared, abstract, spec, spec).trace(jax.ShapeDtypeStruct((shards * count, 1), jnp.float32))
+    moves = [e for e in equations(traced.jaxpr.jaxpr) if "ragged" in e.primitive.name]
+    assert len(moves) == 2
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("ragged_all_to_all") >= 2
+
+
+def test_muon_moves_no_head_and_no_expert_between_devices():
+    """Equal to one device's; heads and experts without a collective, matrices cut into parts by two exchanges a shape."""
+    plain = functools.partial(ParamSpec, stored="f32", family="muon")
+    specs = {
+        "heads": plain((64, 8), ("heads", "q_rank"), "heads", blocks=8),
+        "experts": plain((8, 6, 10), ("experts", "expert_mlp", "embed"), "experts.{expert}"),
+        **{f"whole{n}": plain((16, 12), ("kv", "embed"), f"whole{n}") for n in range(3)},
+        "columns": plain((6, 32), ("mix", "embed"), "columns"),
+        "odd": plain((3, 5), ("mix", "embed"), "odd"),
+    }
+    rng = np.random.default_rng(0)
+    weights, gradients = (
+        map_specs(lambda spec: jnp.asarray(rng.standard_normal(spec.shape), jnp.float32), specs) for _ in range(2)
+    )
+    rule = muon(specs)
+    wanted, _ = rule.update(gradients, rule.init(weights), weights)
+    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=2,expert=4"))
+    cuts = jax.tree.map(lambda s: s.spec, sharding.shardings(specs, mesh))
+    assert cuts["odd"] == P(None, None) and cuts["columns"] == P("fsdp", "expert")
+    run = on_mesh(lambda g, w: rule.update(g, rule.init(w), w)[0], mesh, (cuts, cuts), cuts)
+    jaxpr = run.trace(gradients, weights).jaxpr.jaxpr
+    collectives = [e.primitive.name for e in equations(jaxpr) if e.primitive.name in ("all_to_all", "psum", "all_gather")]
+    # whole: one dimension, there and back; columns: two.
+    assert collectives == ["all_to_all"] * 6
+    for name, update in run(gradients, weights).items():
+        # fp32 products of 16 terms through ten iterations, in another order: 1e-4, headroom 5.
+        np.testing.assert_allclose(update, wanted[name], rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_totals_are_the_identity_without_a_mesh():
+    x = jnp.ones(3)
+    assert sharding.total(x, sharding.AXES) is x and sharding.size(*sharding.AXES) == 1 and sharding.index("expert") == 0
+    tree = {"w": x}
+    assert sharding.gathered(tree, {"w": ParamSpec((3,), ("embed",), "w", "f32", "adamw")}) is tree
+
+
+def test_a_step_on_a_mesh_is_that_of_one_device():
+    """Loss and every gradient, on a mesh of three axes, with padding; three layers in which every role but Reuse occurs."""
+    config = tiny_config(
+        n_routed_experts=4,
+        num_hidden_layers=3,
+        compress_ratios=(2, 1, 1),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1, 2),
+        candidate_source_layer_id=1,
+        dspark_target_layer_ids=(0, 1, 2),
+    )
+    (found,) = differences(config, tiny_params(config), some_batch(config, 8, 16), ["fsdp=2,expert=2,model=2"])
+    assert found["gradients"] > 60
+    # fp32 sums in another order through three layers; headroom 3. The Engram gate's root magnifies up to 500 times; headroom 7.
+    assert found["loss"] < 1e-6 and found["gradient"] < 3e-5 and found["engram_gradient"] < 1e-3, found
