@@ -34,6 +34,11 @@ def _plan(args: Plan) -> int:
     if args.preset is not None and args.config is not None:
         raise UserError("--config: found beside --preset, allowed is one of them")
     config = load_config(args.config) if args.config else preset(args.preset or "flash")
+    if args.mesh is not None:
+        from train.placed import plan_mesh
+
+        print(plan_mesh(config, args.mesh, args.json))
+        return 0
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
     table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))

@@ -46,12 +46,14 @@ class Analyze:
 
 @dataclass(frozen=True)
 class Plan:
-    """Show what each layer does, how many parameters it has and what it adds to the cache."""
+    """Show what each layer does, how many parameters it has and what it adds to the cache; or where weights lie on a mesh."""
 
     preset: str | None = None
     """A named configuration: flash (default), small, slice or toy."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
+    mesh: str | None = None
+    """Show where each weight lies on a mesh instead, as data=2,expert=4; no device is needed."""
     json: bool = False
     """Print the table as JSON."""
 

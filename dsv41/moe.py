@@ -160,9 +160,12 @@ def dispatched_experts(
     # Rows from each device to each device for each expert that it holds.
     sizes: Any = lax.all_gather(sizes.reshape(shards, held), "expert")
     pairs, most = jnp.sum(sizes, axis=-1), count * min(k, held)
-    send = lambda rows: exchange(rows, pairs, most, shards * most)  # noqa: E731
+
+    def send(rows: Array) -> Any:
+        return exchange(rows, pairs, most, shards * most)
+
     rows, scale = send(_spread(x, order, place)), send(_spread(weights.reshape(-1), order, place))
-    ends: Any = jnp.cumsum(sizes[:, index("expert")].reshape(-1))
+    ends = jnp.cumsum(sizes[:, index("expert")].reshape(-1))
     number = jnp.arange(shards * most, dtype=jnp.int32)
     expert = (jnp.searchsorted(ends, number, side="right") % held).astype(jnp.int32)
     out = grouped_experts(rows, expert[:, None], scale[:, None], (number < ends[-1])[:, None], params, limit)

@@ -1,6 +1,8 @@
 """Meshes: where weights lie, rows to experts on other devices, and a training step against one device's."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bench.sharding_parity import differences, some_batch
-from dsv41 import exchange, sharding
+from dsv41 import cli, exchange, sharding
 from dsv41.config import preset
 from dsv41.errors import UserError
 from dsv41.moe import dispatched_experts, grouped_experts
 from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
 from tests.models import equations, tiny_config, tiny_params
+from train.checkpoint import Checkpoints
+from train.layout import from_stored, state_leaves, stored_target, to_stored
 from train.optim.muon import muon
+from train.placed import totals
+from train.step import init_state
 
 MESHES = ("data=2,expert=4", "fsdp=8,expert=8", "data=2,fsdp=2,expert=4,model=4")
 
@@ -189,3 +195,63 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
     assert found["gradients"] > 60
     # fp32 sums in another order through three layers; headroom 3. The Engram gate's root magnifies up to 500 times; headroom 7.
     assert found["loss"] < 1e-6 and found["gradient"] < 3e-5 and found["engram_gradient"] < 1e-3, found
+
+
+SNAPSHOTS = sorted((Path(__file__).parent / "snapshots" / "sharding").glob("*.txt"))
+
+
+@pytest.mark.parametrize("file", SNAPSHOTS, ids=lambda file: file.stem)
+def test_weights_lie_where_the_snapshot_says(file, capsys):
+    """Rewrite one with ``dsv41 plan --preset PRESET --mesh MESH > FILE``, and read the difference."""
+    name, mesh = file.stem.split(".")
+    assert cli.run(["plan", "--preset", name, "--mesh", mesh]) == 0
+    assert capsys.readouterr().out == file.read_text()
+
+
+def test_the_release_fits_64_devices():
+    assert {file.stem.split(".")[0] for file in SNAPSHOTS} == {"toy", "small", "flash"} and len(SNAPSHOTS) == 9
+    for mesh in (mesh for file in SNAPSHOTS for name, mesh in [file.stem.split(".")] if name == "flash"):
+        sums = totals(preset("flash"), sharding.parse_mesh(mesh))
+        assert sums["largest_copied"] < 2**30
+        # With float32 masters and momenta, of a GPU's 141 GB; a mesh with two copies of everything does not.
+        assert (sums["state"] < 141e9) == (mesh == "fsdp=8,expert=8")
+
+
+def test_plan_says_what_is_wrong_with_a_mesh(capsys):
+    for mesh, says in (("expert=5", "--mesh: found expert times model of 5"), ("exprt=2", "--mesh: found axis 'exprt'")):
+        assert cli.run(["plan", "--mesh", mesh]) == 2
+        assert says in capsys.readouterr().err
+    assert cli.run(["plan", "--preset", "toy", "--mesh", "expert=2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["totals"]["devices"] == 2 and report["mesh"] == "expert=2"
+    assert {row["name"] for row in report["weights"]} >= {"embed.weight", "layers.*.engram.embed.weight"}
+
+
+@pytest.mark.pitfall("M5", "N9")
+def test_a_checkpoint_is_read_on_any_mesh(tmp_path):
+    """Saved on 8 devices, read on 4, 2 and 1 and written back, bit for bit, tables whose rows do not divide among them."""
+    config = tiny_config()
+    leaves = state_leaves(init_state, config)
+    wanted = jax.tree.map(np.asarray, init_state(config, 3))
+    rng = np.random.default_rng(0)
+    wanted = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype) if a.dtype == np.float32 else a, wanted)
+    assert any(leaf.shape[:1] and leaf.shape[0] % 8 for leaf in spec_leaves(leaves) if leaf.axes[:1] == ("table_rows",))
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    meshes = [sharding.make_mesh(sharding.parse_mesh(m)) for m in ("fsdp=2,expert=2,model=2", "expert=4", "fsdp=2", "data=1")]
+    for there, back in zip(meshes, meshes[1:] + meshes[:1], strict=True):
+        on = jax.device_put(wanted, jax.tree.map(lambda target: target.sharding, stored_target(leaves, there)))
+        on = from_stored(on, leaves, there)
+        for spec, leaf in zip(spec_leaves(leaves), jax.tree.leaves(on), strict=True):
+            sizes = sharding.mesh_sizes(there)
+            part = sharding.shard_shape(spec, sizes, sharding.placement(spec, sizes))
+            assert leaf.addressable_shards[0].data.shape == part and leaf.dtype == spec.dtype
+        checkpoints.save(there.size, to_stored(on, leaves, there), {})
+        found, _ = checkpoints.restore(there.size, stored_target(leaves, back))
+        again = to_stored(from_stored(found, leaves, back), leaves, back)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(wanted), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    target = stored_target(leaves, meshes[1])
+    half = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float16, sharding=a.sharding), target)
+    with pytest.raises(UserError, match=r"float32.*float16"):
+        checkpoints.restore(8, half)
