@@ -52,9 +52,10 @@ def gradients(state: TrainState) -> dict[str, np.ndarray]:
 def differences(
     config: ModelConfig, params: Any, batch: Batch, meshes: Sequence[str], accumulate: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """For each mesh: relative difference of the loss, the largest one of a gradient in the 2-norm, and whose it is.
+    """For each mesh: relative differences of the loss and, in the 2-norm, of all gradients and the furthest one, and whose it is.
 
-    Gradients of Engram weights apart: the root in their gate has a slope of up to 500, which magnifies rounding.
+    Gradients of Engram weights apart: the root in their gate has a slope of up to 500, which magnifies rounding. Ahead of the
+    meshes one device with weights moved by one rounding, which says how far rounding alone can go.
     """
     fold, options = np.arange(config.vocab_size, dtype=np.int32), StepOptions(accumulate)
 
@@ -66,24 +67,39 @@ def differences(
     one, metrics = step(fresh(), jax.tree.map(jnp.asarray, batch), np.float32(0.01))  # pyright: ignore
     wanted, loss = gradients(one), float(metrics["loss"])
     leaves = state_leaves(init_state, config)
+
+    def compared(text: str, metrics: Any, state: TrainState) -> dict[str, Any]:
+        found = gradients(state)
+        apart = {name: float(np.linalg.norm(found[name] - g) / max(np.linalg.norm(g), 1e-30)) for name, g in wanted.items()}
+        engram = max(value for name, value in apart.items() if ".engram." in name)
+        worst = max((name for name in apart if ".engram." not in name), key=lambda name: apart[name])
+        over = sum(value > 1e-5 for value in apart.values())
+        total = sum(np.sum(np.square(g, dtype=np.float64)) for g in wanted.values())
+        squares = sum(np.sum(np.square(found[name] - g, dtype=np.float64)) for name, g in wanted.items())
+        return {
+            "mesh": text,
+            "loss": abs(float(metrics["loss"]) - loss) / abs(loss),
+            "all_gradients": float(np.sqrt(squares / total)),
+            "gradient": apart[worst],
+            "of": worst,
+            "engram_gradient": engram,
+            "over_1e-5": over,
+            "gradients": len(apart),
+        }
+
+    # A control: the same step of weights moved to the next float32, up or down.
+    moved, rng = fresh(), np.random.default_rng(0)
+    move = lambda a: np.nextafter(a, rng.choice(np.array([-np.inf, np.inf], np.float32), a.shape)) if a.ndim > 1 else a  # noqa: E731
+    moved = moved.replace(params=jax.tree.map(lambda a: jnp.asarray(move(np.asarray(a))), moved.params))
+    new, metrics = step(moved, jax.tree.map(jnp.asarray, batch), np.float32(0.01))  # pyright: ignore
+    yield compared("one device, weights moved by a rounding", metrics, new)
     for text in meshes:
         mesh = make_mesh(parse_mesh(text))
         where = jax.tree.map(lambda target: target.sharding, stored_target(leaves, mesh))
         state = from_stored(jax.device_put(fresh(), where), leaves, mesh)
         step = make_train_step(config, Policy(), fold, options, mesh=mesh)
         new, metrics = step(state, place_batch(batch, mesh, accumulate), np.float32(0.01))  # pyright: ignore
-        found = gradients(to_stored(new, leaves, mesh))
-        apart = {name: float(np.linalg.norm(found[name] - g) / max(np.linalg.norm(g), 1e-30)) for name, g in wanted.items()}
-        engram = max(value for name, value in apart.items() if ".engram." in name)
-        worst = max((name for name in apart if ".engram." not in name), key=lambda name: apart[name])
-        yield {
-            "mesh": text,
-            "loss": abs(float(metrics["loss"]) - loss) / abs(loss),
-            "gradient": apart[worst],
-            "of": worst,
-            "engram_gradient": engram,
-            "gradients": len(apart),
-        }
+        yield compared(text, metrics, to_stored(new, leaves, mesh))
 
 
 def main(meshes: Sequence[str]) -> None:

@@ -129,6 +129,26 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Compile:
+    """Lower a training step for a mesh without its devices: one device's bytes, and what it sends of each collective."""
+
+    mesh: str
+    """Devices by axis, as fsdp=8,expert=8."""
+    preset: str | None = None
+    """A named configuration: flash (default), small, slice or toy."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    rows: int = 1
+    """Rows for each device along data, fsdp and expert."""
+    length: int = 4096
+    """Tokens a row."""
+    platform: Literal["cuda", "tpu"] = "cuda"
+    """What it is lowered for."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
 class Eval:
     """Score a run: bits per byte of held-out text, tasks by length and depth, what its selections catch."""
 

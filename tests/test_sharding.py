@@ -191,10 +191,12 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
         candidate_source_layer_id=1,
         dspark_target_layer_ids=(0, 1, 2),
     )
-    (found,) = differences(config, tiny_params(config), some_batch(config, 8, 16), ["fsdp=2,expert=2,model=2"])
+    control, found = differences(config, tiny_params(config), some_batch(config, 8, 16), ["fsdp=2,expert=2,model=2"])
     assert found["gradients"] > 60
-    # fp32 sums in another order through three layers; headroom 3. The Engram gate's root magnifies up to 500 times; headroom 7.
-    assert found["loss"] < 1e-6 and found["gradient"] < 3e-5 and found["engram_gradient"] < 1e-3, found
+    # A rounding of each weight alone moves some gradients, small sums of large terms, by 3e-5. A mesh rounds activations
+    # differently, at some ten places a layer: the same, headroom 10.
+    assert found["loss"] < 1e-6 and found["all_gradients"] < 1e-5, (control, found)
+    assert all(found[name] < 10 * control[name] for name in ("all_gradients", "gradient", "engram_gradient")), (control, found)
 
 
 SNAPSHOTS = sorted((Path(__file__).parent / "snapshots" / "sharding").glob("*.txt"))

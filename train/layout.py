@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41.config import ModelConfig
@@ -28,6 +29,12 @@ def check_rows(sizes: Sizes, rows: int, accumulate: int) -> None:
     if rows % step:
         close = max(step, round(rows / step) * step)
         raise UserError(f"batch_size: found {rows}, allowed on this mesh is a multiple of {step} rows; nearest is {close}")
+
+
+def check_trained(sizes: Sizes) -> None:
+    """Raises `UserError` for an axis that a training step has no form for."""
+    if sizes["context"] > 1:
+        raise UserError(f"mesh: found context={sizes['context']}, allowed in training is context=1; nearest is context=1")
 
 
 def state_leaves(init: Callable[..., Any], config: ModelConfig, specs: Any = None) -> Any:
@@ -86,15 +93,36 @@ def _stored_sharding(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(cut))
 
 
+def _turned(leaf: jax.Array, spec: ParamSpec, mesh: Mesh, stored: bool) -> jax.Array:
+    """A table that has padding, from its parts by rows to what is stored, or back; no device ever has the whole of it.
+
+    Where its columns do not divide, which is where it is narrow, what is stored is a copy on each device.
+    """
+    sizes = mesh_sizes(mesh)
+    axes, (rows, _), there = placement(spec, sizes)[0], spec.shape, _stored_sharding(spec, mesh).spec
+    by_columns = there[1] is not None
+
+    def store(part: jax.Array) -> jax.Array:
+        if by_columns:
+            return lax.all_to_all(part, axes, 1, 0, tiled=True)[:rows]
+        return lax.all_gather(part, axes, tiled=True)[:rows]
+
+    def restore(part: jax.Array) -> jax.Array:
+        part = _filled(spec, part, sizes)
+        if by_columns:
+            return lax.all_to_all(part, axes, 0, 1, tiled=True)
+        count = part.shape[0] // math.prod(sizes[axis] for axis in axes)
+        return lax.dynamic_slice_in_dim(part, lax.axis_index(axes) * count, count)
+
+    here = partition_spec(placement(spec, sizes))
+    ins, outs = (here, there) if stored else (there, here)
+    return jax.jit(jax.shard_map(store if stored else restore, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))(leaf)
+
+
 def to_stored(state: Any, leaves: Any, mesh: Mesh) -> Any:
     """A state on a mesh as a checkpoint holds it: without what fills tables up."""
-
-    def one(spec: ParamSpec, leaf: Any) -> Any:
-        if not _is_padded(spec, mesh_sizes(mesh)):
-            return leaf
-        return jax.jit(lambda a: a[: spec.shape[0]], out_shardings=_stored_sharding(spec, mesh))(leaf)
-
-    return map_specs(one, leaves, state)
+    turn = lambda spec, leaf: _turned(leaf, spec, mesh, True) if _is_padded(spec, mesh_sizes(mesh)) else leaf  # noqa: E731
+    return map_specs(turn, leaves, state)
 
 
 def stored_target(leaves: Any, mesh: Mesh) -> Any:
@@ -104,11 +132,5 @@ def stored_target(leaves: Any, mesh: Mesh) -> Any:
 
 def from_stored(state: Any, leaves: Any, mesh: Mesh) -> Any:
     """The inverse of `to_stored`, from any mesh's checkpoint."""
-    sizes = mesh_sizes(mesh)
-
-    def one(spec: ParamSpec, leaf: Any) -> Any:
-        if not _is_padded(spec, sizes):
-            return leaf
-        return jax.jit(lambda a: _filled(spec, a, sizes), out_shardings=shardings(spec, mesh))(leaf)
-
-    return map_specs(one, leaves, state)
+    turn = lambda spec, leaf: _turned(leaf, spec, mesh, False) if _is_padded(spec, mesh_sizes(mesh)) else leaf  # noqa: E731
+    return map_specs(turn, leaves, state)

@@ -17,7 +17,7 @@ from dsv41.plan import layer_plans
 from dsv41.sharding import check_mesh, make_mesh, parse_mesh, shard_bytes, torn
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
-from train.layout import check_rows, state_leaves
+from train.layout import check_rows, check_trained, state_leaves
 from train.packing import check_length
 from train.recipes import check_recipe, stages
 from train.step import init_state
@@ -99,8 +99,7 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
     if options.mesh is None:
         return
     sizes = parse_mesh(options.mesh)
-    if sizes["context"] > 1:
-        raise UserError(f"mesh: found context={sizes['context']}, allowed in training is context=1")
+    check_trained(sizes)
     check_mesh(config, sizes)
     make_mesh(sizes)
     if options.engram_rows:

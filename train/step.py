@@ -95,6 +95,14 @@ def _touched(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return ids.astype(jnp.int32), inverse.reshape(rows.shape).astype(jnp.int32)
 
 
+def _read_rows(params: TextParams, places: list[Any], rows: tuple[jax.Array, ...]) -> tuple[list[Any], TextParams, tuple]:
+    """The distinct rows that each of ``rows`` names, the weights with those in place of the tables, and where each is there."""
+    touched = [_touched(r, spec.shape[0]) for r, spec in zip(rows, places, strict=True)]
+    ids = [one for one, _ in touched]
+    small = [fetched_rows(*three) for three in zip(places, _tables(params), ids, strict=True)]  # pyright: ignore
+    return ids, _with_tables(params, small), tuple(inverse for _, inverse in touched)
+
+
 def make_train_step(
     config: ModelConfig,
     policy: Policy,
@@ -141,15 +149,12 @@ def make_train_step(
 
     def whole(params: TextParams, batch: Batch) -> Any:
         tokens = jnp.maximum(total(jnp.sum(batch.weights), TOKENS), 1.0)
-        tables = _tables(params)
-        rows = table_rows(batch.ids, batch.segments, fold, config, batch.image) if tables else ()
-        places = _tables(specs)
-        touched = [_touched(r, spec.shape[0]) for r, spec in zip(rows, places, strict=True)]
-        small = [fetched_rows(spec, table, t[0]) for spec, table, t in zip(places, tables, touched, strict=True)]
-        params, inputs = _with_tables(params, small), (batch, tuple(inverse for _, inverse in touched))
+        tables, places = _tables(params), _tables(specs)
+        ids, params, inverse = _read_rows(params, places, table_rows(batch.ids, batch.segments, fold, config, batch.image))
+        inputs = (batch, inverse)
 
         def done(out: Any, grads: Any) -> Any:
-            values = zip(places, [ids for ids, _ in touched], _tables(grads), tables, strict=True)
+            values = zip(places, ids, _tables(grads), tables, strict=True)
             grads = _with_tables(grads, [returned_rows(*one) for one in values])
             return out, map_specs(_reduced, specs, grads)
 
@@ -227,9 +232,13 @@ def make_eval_step(
     fold = jnp.asarray(token_map, jnp.int32)
 
     def step(params: TextParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        params = fake_quantized(params, text_specs(config), weights)
-        out = features(params, config, policy, batch.ids, batch.segments, fold)
-        sums = chunked_sums(out.hidden, gathered(params.head, text_specs(config).head), batch.targets, batch.weights)
+        specs = text_specs(config)
+        at = None
+        if mesh is not None:
+            rows = table_rows(batch.ids, batch.segments, fold, config)
+            _, params, at = _read_rows(params, _tables(specs), rows)
+        out = features(fake_quantized(params, specs, weights), config, policy, batch.ids, batch.segments, fold, rows=at)
+        sums = chunked_sums(out.hidden, gathered(params.head, specs.head), batch.targets, batch.weights)
         return total((sums.nats, sums.weight), TOKENS)
 
     if mesh is None:
