@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from bench.sharding_parity import differences, some_batch
@@ -19,6 +20,7 @@ from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_s
 from tests.models import equations, tiny_config, tiny_params
 from train.checkpoint import Checkpoints
 from train.layout import from_stored, state_leaves, stored_target, to_stored
+from train.lowering import collectives, lower_train
 from train.optim.muon import muon
 from train.placed import totals
 from train.step import init_state
@@ -180,9 +182,9 @@ def test_totals_are_the_identity_without_a_mesh():
     assert sharding.gathered(tree, {"w": ParamSpec((3,), ("embed",), "w", "f32", "adamw")}) is tree
 
 
-def test_a_step_on_a_mesh_is_that_of_one_device():
-    """Loss and every gradient, on a mesh of three axes, with padding; three layers in which every role but Reuse occurs."""
-    config = tiny_config(
+def three_layers():
+    """Every role but Reuse."""
+    return tiny_config(
         n_routed_experts=4,
         num_hidden_layers=3,
         compress_ratios=(2, 1, 1),
@@ -191,6 +193,11 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
         candidate_source_layer_id=1,
         dspark_target_layer_ids=(0, 1, 2),
     )
+
+
+def test_a_step_on_a_mesh_is_that_of_one_device():
+    """Loss and every gradient, on a mesh of three axes, with padding."""
+    config = three_layers()
     control, found = differences(config, tiny_params(config), some_batch(config, 8, 16), ["fsdp=2,expert=2,model=2"])
     assert found["gradients"] > 60
     # A rounding of each weight alone moves some gradients, small sums of large terms, by 3e-5. A mesh rounds activations
@@ -257,3 +264,33 @@ def test_a_checkpoint_is_read_on_any_mesh(tmp_path):
     half = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float16, sharding=a.sharding), target)
     with pytest.raises(UserError, match=r"float32.*float16"):
         checkpoints.restore(8, half)
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+    """Bytes that a device of a ring sends, by hand: a sum, a gather in a loop of five, and an exchange."""
+
+    def run(x):
+        x = lax.scan(lambda x, _: (jnp.sum(lax.all_gather(x, "fsdp"), axis=0), None), x, None, length=5)[0]
+        return lax.all_to_all(lax.psum(x, ("fsdp", "expert")), "expert", 0, 0, tiled=True)
+
+    sizes = sharding.parse_mesh("fsdp=2,expert=4")
+    traced = on_mesh(run, sharding.abstract_mesh(sizes), P("fsdp"), P("fsdp")).trace(jax.ShapeDtypeStruct((16, 4), jnp.float32))
+    part = 8 * 4 * 4
+    assert sorted(collectives(traced.jaxpr.jaxpr, sizes)) == [
+        ("all_gather", ("fsdp",), 5, part),
+        ("all_to_all", ("expert",), 1, part * 3 / 4),
+        ("psum", ("fsdp", "expert"), 1, part * 2 * 7 / 8),
+    ]
+
+
+def test_a_step_is_lowered_without_devices(capsys):
+    """On more devices than there are, for a GPU: rows go to experts by the ragged form."""
+    config = three_layers()
+    found = lower_train(config, sharding.parse_mesh("fsdp=8,expert=4"), 1, 16, "cuda")
+    assert found["devices"] == 32 and found["tokens"] == 32 * 16
+    ragged = next(row for row in found["collectives"] if row["name"] == "ragged_all_to_all")
+    assert ragged["axes"] == "expert" and ragged["times"] % config.num_hidden_layers == 0
+    assert cli.run(["compile", "--preset", "toy", "--mesh", "context=2"]) == 2
+    assert "--mesh: found context=2, allowed in training is context=1" in capsys.readouterr().err
+    assert cli.run(["compile", "--preset", "toy", "--mesh", "expert=2", "--length", "63"]) == 2
+    assert "--length: found 63" in capsys.readouterr().err

@@ -49,9 +49,9 @@ def collectives(jaxpr: Any, sizes: Sizes, times: int = 1) -> Iterator[tuple[str,
         name = equation.primitive.name
         if name in _SENT:
             axes = _axes(equation.params)
-            # The output of a ragged exchange stands among its operands.
-            operands = equation.invars[:1] if name == "ragged_all_to_all" else equation.invars
-            size = sum(v.aval.size * v.aval.dtype.itemsize for v in operands)
+            sizes_of = [v.aval.size * v.aval.dtype.itemsize for v in equation.invars]
+            # A ragged exchange's second operand is where rows arrive; the larger of the two is room for the worst case.
+            size = min(sizes_of[:2]) if name == "ragged_all_to_all" else sum(sizes_of)
             yield name, axes, times, size * _SENT[name](math.prod(sizes[axis] for axis in axes))
         inside = times * equation.params["length"] if name == "scan" else times
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
