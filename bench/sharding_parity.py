@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def differences(
     # A control: the same step of weights moved to the next float32, up or down.
     moved, rng = fresh(), np.random.default_rng(0)
     move = lambda a: np.nextafter(a, rng.choice(np.array([-np.inf, np.inf], np.float32), a.shape)) if a.ndim > 1 else a  # noqa: E731
-    moved = moved.replace(params=jax.tree.map(lambda a: jnp.asarray(move(np.asarray(a))), moved.params))
+    moved = replace(moved, params=jax.tree.map(lambda a: jnp.asarray(move(np.asarray(a))), moved.params))
     new, metrics = step(moved, jax.tree.map(jnp.asarray, batch), np.float32(0.01))  # pyright: ignore
     yield compared("one device, weights moved by a rounding", metrics, new)
     for text in meshes:
