@@ -38,6 +38,7 @@ Cut = tuple[tuple[str, ...], ...]
 COMPUTED: dict[str | None, tuple[str, ...]] = {
     "experts": ("model", "expert"),
     "heads": ("model",),
+    "vocab": ("model",),
     "expert_mlp": ("model",),
     "table_rows": ("model", "context", "expert", "fsdp"),
 }
@@ -138,7 +139,8 @@ def placement(spec: ParamSpec, sizes: Sizes, stored: Sequence[str] = STORED) -> 
         if sizes.get(axis, 1) == 1 or axis in taken:
             continue
         for dim in dims:
-            if _piece(spec.shape, cut, sizes, dim) % (sizes[axis] * _unit(spec, dim)) == 0:
+            parts = math.prod(sizes[name] for name in (*cut[dim], axis))
+            if spec.shape[dim] % (parts * _unit(spec, dim)) == 0:
                 cut[dim].append(axis)
                 break
     return tuple(map(tuple, cut))

@@ -27,6 +27,8 @@ from train.rows import fetched_rows, returned_rows
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
+Gradients = Callable[[TextParams, Batch], tuple[Any, Any]]
+Update = Callable[["TrainState", Any, Any, jax.Array], tuple["TrainState", Metrics]]
 EvalStep = Callable[[TextParams, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -103,21 +105,12 @@ def _read_rows(params: TextParams, places: list[Any], rows: tuple[jax.Array, ...
     return ids, _with_tables(params, small), tuple(inverse for _, inverse in touched)
 
 
-def make_train_step(
-    config: ModelConfig,
-    policy: Policy,
-    token_map: Any,
-    options: StepOptions = StepOptions(),
-    specs: Any = None,
-    mesh: Any = None,
-) -> TrainStep:
-    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+def make_gradients(
+    config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
+) -> Gradients:
+    """``gradients(params, batch) -> (losses, gradients)``: the part of a step that the optimizers have no say in.
 
-    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
-    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
-    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
-    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`. mesh: of which every
-    device computes its part; the state is then one of `train.layout.init_on`, the batch one of `train.layout.place_batch`.
+    losses: what is minimised, and (cross-entropy, balance, indexer losses, load). Otherwise as `make_train_step`.
     """
     fold = jnp.asarray(token_map, jnp.int32)
     specs = specs or text_specs(config)
@@ -134,7 +127,7 @@ def make_train_step(
             start = batch.replay if options.replay == "mask" else None
             out = features(params, config, policy, batch.ids, batch.segments, fold, None, batch.image, rows, start)
         with jax.named_scope("head"):
-            return out, chunked_sums(out.hidden, gathered(params.head, specs.head), targets, weights)
+            return out, chunked_sums(out.hidden, gathered(params.head, specs.head), targets, weights, vocab=config.vocab_size)
 
     def loss_fn(params: TextParams, batch: Batch, rows: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         out, sums = run(fake_quantized(params, specs, options.weights), batch, rows)
@@ -172,9 +165,19 @@ def make_train_step(
         out, sums = lax.scan(add, (out, floats(grads)), rest)[0]
         return done(out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None))
 
-    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        (loss, shares), grads = whole(state.params, batch)
-        loss, (ce, balance, index_kl, load) = total(loss, AXES), total(shares, TOKENS)
+    def summed_up(params: TextParams, batch: Batch) -> Any:
+        (loss, shares), grads = whole(params, batch)
+        return (total(loss, AXES), total(shares, TOKENS)), grads
+
+    return summed_up
+
+
+def make_update(config: ModelConfig, policy: Policy, options: StepOptions = StepOptions(), specs: Any = None) -> Update:
+    """``update(state, losses, gradients, rate) -> (state, metrics)``: the rest of a step, after `make_gradients`."""
+    specs = specs or text_specs(config)
+
+    def update(state: TrainState, losses: Any, grads: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        loss, (ce, balance, index_kl, load) = losses
         with jax.named_scope("optimizer"):
             grads, norm = clip(specs, grads)
             rule = make_optimizer(specs, lambda _: rate, options.active_rows, policy.compute_dtype)
@@ -209,6 +212,31 @@ def make_train_step(
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
+    return update
+
+
+def make_train_step(
+    config: ModelConfig,
+    policy: Policy,
+    token_map: Any,
+    options: StepOptions = StepOptions(),
+    specs: Any = None,
+    mesh: Any = None,
+) -> TrainStep:
+    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+
+    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
+    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
+    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
+    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`. mesh: of which every
+    device computes its part; the state is then one of `train.layout.init_on`, the batch one of `train.layout.place_batch`.
+    """
+    gradients = make_gradients(config, policy, token_map, options, specs)
+    update = make_update(config, policy, options, specs)
+
+    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        return update(state, *gradients(state.params, batch), rate)
+
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
     states = jax.tree.map(lambda s: s.spec, shardings(state_leaves(init_state, config, specs), mesh))
@@ -238,7 +266,8 @@ def make_eval_step(
             rows = table_rows(batch.ids, batch.segments, fold, config)
             _, params, at = _read_rows(params, _tables(specs), rows)
         out = features(fake_quantized(params, specs, weights), config, policy, batch.ids, batch.segments, fold, rows=at)
-        sums = chunked_sums(out.hidden, gathered(params.head, specs.head), batch.targets, batch.weights)
+        head = gathered(params.head, specs.head)
+        sums = chunked_sums(out.hidden, head, batch.targets, batch.weights, vocab=config.vocab_size)
         return total((sums.nats, sums.weight), TOKENS)
 
     if mesh is None:
@@ -247,4 +276,17 @@ def make_eval_step(
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=PartitionSpec(), check_vma=False))
 
 
-__all__ = ["EvalStep", "Metrics", "StepOptions", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]
+__all__ = [
+    "EvalStep",
+    "Gradients",
+    "Metrics",
+    "StepOptions",
+    "TrainState",
+    "TrainStep",
+    "Update",
+    "init_state",
+    "make_eval_step",
+    "make_gradients",
+    "make_train_step",
+    "make_update",
+]
