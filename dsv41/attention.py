@@ -20,6 +20,7 @@ from dsv41.pages import Pages, Rows, dense
 from dsv41.params import AttentionParams
 from dsv41.quant import MAIN_KV, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
+from dsv41.sharding import total
 from kernels_pallas import registry
 from kernels_pallas.sparse_attention.api import sparse_attention
 
@@ -230,8 +231,8 @@ def queries(
     config: ModelConfig,
     ratio: int,
 ) -> Float[Array, "B T H K"]:
-    """Heads of the query, rotated; no per-head norm (§4.1)."""
-    q = linear(latent_q, params.wq_b).reshape(*latent_q.shape[:2], config.num_attention_heads, config.head_dim)
+    """Heads of the query that this device has, rotated; no per-head norm (§4.1)."""
+    q = linear(latent_q, params.wq_b).reshape(*latent_q.shape[:2], -1, config.head_dim)
     return rotate_heads(q, positions, layer_frequencies(config, ratio))
 
 
@@ -247,7 +248,8 @@ def project_out(
     """Inverse RoPE at the query's position, then the grouped low-rank output projection (§4.7, §4.8)."""
     o = rotate_heads(heads_out, positions, layer_frequencies(config, ratio), inverse=True)
     record(taps, f"{name}.core", o)
-    groups, rank = config.o_groups, config.o_lora_rank
-    grouped = o.reshape(*o.shape[:2], groups, config.q_width // groups)
+    rank = config.o_lora_rank
+    groups = params.wo_a.shape[0] // rank
+    grouped = o.reshape(*o.shape[:2], groups, -1)
     u = product("btgi,gri->btgr", grouped, params.wo_a.reshape(groups, rank, -1))
-    return linear(u.reshape(*o.shape[:2], groups * rank), params.wo_b)
+    return total(linear(u.reshape(*o.shape[:2], groups * rank), params.wo_b), "model")

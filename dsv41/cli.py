@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, eval, generate, serve, verify, demo, convert, bench, analyze.
+"""The command line `dsv41`: plan, train, eval, generate, serve, verify, demo, convert, bench, analyze, compile.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -19,21 +19,23 @@ from typing import Any
 import tyro
 
 from dsv41 import __version__
-from dsv41.commands import Analyze, Bench, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
+from dsv41.commands import Analyze, Bench, Compile, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
 from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def _plan(args: Plan) -> int:
-    from dsv41.config import load_config, preset
     from dsv41.params import count_parameters, text_specs
     from dsv41.plan import plan_table
     from train.optim import optimizer_report
 
-    if args.preset is not None and args.config is not None:
-        raise UserError("--config: found beside --preset, allowed is one of them")
-    config = load_config(args.config) if args.config else preset(args.preset or "flash")
+    config = _configuration(args)
+    if args.mesh is not None:
+        from train.placed import plan_mesh
+
+        print(plan_mesh(config, args.mesh, args.json))
+        return 0
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
     table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))
@@ -72,6 +74,21 @@ def _train(args: Train) -> int:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")
     return 0
+
+
+def _compile(args: Compile) -> int:
+    from train.lowering import report
+
+    print(report(_configuration(args), args.mesh, args.rows, args.length, args.platform, args.json))
+    return 0
+
+
+def _configuration(args: Plan | Compile) -> Any:
+    from dsv41.config import load_config, preset
+
+    if args.preset is not None and args.config is not None:
+        raise UserError("--config: found beside --preset, allowed is one of them")
+    return load_config(args.config) if args.config else preset(args.preset or "flash")
 
 
 def _eval(args: Eval) -> int:
@@ -247,6 +264,7 @@ _COMMANDS = {
     "convert": (Convert, _convert),
     "bench": (Bench, _bench),
     "analyze": (Analyze, _analyze),
+    "compile": (Compile, _compile),
 }
 
 

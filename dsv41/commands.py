@@ -56,12 +56,14 @@ class Analyze:
 
 @dataclass(frozen=True)
 class Plan:
-    """Show what each layer does, how many parameters it has and what it adds to the cache."""
+    """Show what each layer does, how many parameters it has and what it adds to the cache; or where weights lie on a mesh."""
 
     preset: str | None = None
     """A named configuration: flash (default), small, slice or toy."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
+    mesh: str | None = None
+    """Show where each weight lies on a mesh instead, as data=2,expert=4; no device is needed."""
     json: bool = False
     """Print the table as JSON."""
 
@@ -122,6 +124,28 @@ class Train:
     """Also write TensorBoard events."""
     wandb: str | None = None
     """Also log to this Weights & Biases project; a resume goes on with the same run."""
+    mesh: str | None = None
+    """Devices by axis, as data=2,expert=4: data, fsdp, expert and model; one device where not given."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Lower a training step for a mesh without its devices: one device's bytes, and what it sends of each collective."""
+
+    mesh: str
+    """Devices by axis, as fsdp=8,expert=8."""
+    preset: str | None = None
+    """A named configuration: flash (default), small, slice or toy."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    rows: int = 1
+    """Rows for each device along data, fsdp and expert."""
+    length: int = 4096
+    """Tokens a row."""
+    platform: Literal["cuda", "tpu"] = "cuda"
+    """What it is lowered for."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)

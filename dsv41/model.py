@@ -17,10 +17,13 @@ from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
 from dsv41.numerics import Policy, Taps, record, rms_norm
-from dsv41.params import TextParams
+from dsv41.params import TextParams, text_specs
 from dsv41.plan import layer_plans
+from dsv41.sharding import GATHERED, STORED, gathered, size
 from dsv41.site import Shared, served_kl, whole_row
 from dsv41.vocabulary import embedded, whole_logits
+
+_STATIC = (2, 5, 6, 7, 8)  # of `block`'s arguments
 
 
 @struct.dataclass
@@ -122,7 +125,8 @@ def extend(
 
 def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
     """Embedding rows copied to every residual stream (§3)."""
-    rows = embedded(params.embed, jnp.clip(ids, 0, config.vocab_size - 1)).astype(policy.compute_dtype)
+    table = gathered(params.embed, text_specs(config).embed)
+    rows = embedded(table, jnp.clip(ids, 0, config.vocab_size - 1)).astype(policy.compute_dtype)
     return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
 
 
@@ -137,7 +141,8 @@ def unembed(
     params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
 ) -> Float[Array, "B T V"]:
     """float32 logits of `final_hidden` (§3)."""
-    return whole_logits(final_hidden(params, streams, pre, config, taps), params.head, config.vocab_size)
+    head = gathered(params.head, text_specs(config).head)
+    return whole_logits(final_hidden(params, streams, pre, config, taps), head, config.vocab_size)
 
 
 def final_hidden(
@@ -145,7 +150,8 @@ def final_hidden(
 ) -> Float[Array, "B T D"]:
     """Final collapse with the last FFN site's input mix (the V4 form has a predictor of its own), and norm (§3)."""
     if params.hc_head is not None:
-        pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
+        hc_head = gathered(params.hc_head, text_specs(config).hc_head)
+        pre = mhc.head_coefficients(streams, hc_head, config.hc_eps, config.rms_norm_eps)
     hidden = mhc.collapse(pre, streams)
     record(taps, "final_hidden", hidden)
     return rms_norm(hidden, params.norm, config.rms_norm_eps)
@@ -221,13 +227,18 @@ def features(
 
 
 def _rematerialised(policy: Policy) -> tuple[Any, Any]:
-    """The block and its attention site, one of them such that its backward pass computes it again."""
-    again = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
+    """The block and its attention site, one of them such that its backward pass computes it again.
+
+    Where weights are stored in parts, the backward pass puts a layer's together again rather than keep every layer's.
+    """
+    kept = jax.checkpoint_policies
+    again = partial(jax.checkpoint, policy=kept.save_only_these_names(SELECTED))
     if policy.remat == "block":
-        return again(block, static_argnums=(2, 5, 6, 7, 8)), whole_row
-    if policy.remat == "attention":
-        return block, again(whole_row, static_argnums=(2, 5, 6, 7))
-    return block, whole_row
+        return again(block, static_argnums=_STATIC), whole_row
+    run: Any = block
+    if size(*STORED) > 1:
+        run = jax.checkpoint(block, policy=kept.save_anything_except_these_names(GATHERED), static_argnums=_STATIC)
+    return run, again(whole_row, static_argnums=(2, 5, 6, 7)) if policy.remat == "attention" else whole_row
 
 
 def forward(

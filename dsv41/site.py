@@ -24,6 +24,7 @@ from dsv41.pages import Pages, Rows, dense
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant, pack_rows
+from dsv41.sharding import total
 from kernels_pallas import registry
 from kernels_pallas.index_topk.api import index_topk
 
@@ -162,6 +163,7 @@ def read(
     name = f"layers.{plan.layer}.attn"
     record(taps, f"{name}.q", q)
     out, mass = core(q)
+    mass = None if mass is None else total(mass, "model")
     y = attention.project_out(out, layout.positions, params, config, plan.ratio, taps, name)
     record(taps, f"{name}.out", y)
     return y, mass
