@@ -14,8 +14,9 @@ from dsv41.layout import Layout
 from dsv41.mhc import Residual, enter, settle
 from dsv41.moe import moe
 from dsv41.numerics import Policy, Taps, record
-from dsv41.params import LayerParams
+from dsv41.params import LayerParams, text_specs
 from dsv41.plan import LayerPlan
+from dsv41.sharding import gathered
 from dsv41.site import Site, whole_row
 
 
@@ -55,6 +56,7 @@ def block(
 
     carried: what ``attention_site`` takes from the layer before and hands to the next; `dsv41.site.Shared` for a whole row.
     """
+    params = gathered(params, text_specs(config).layers[plan.layer])
     name = f"layers.{plan.layer}"
     if plan.engram is not None:
         with jax.named_scope("engram"):

@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, eval, generate, verify, demo, convert, bench, analyze.
+"""The command line `dsv41`: plan, train, eval, generate, serve, verify, demo, convert, bench, analyze, compile.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -19,21 +19,23 @@ from typing import Any
 import tyro
 
 from dsv41 import __version__
-from dsv41.commands import Analyze, Bench, Convert, Demo, Eval, Generate, Plan, Train, Verify
+from dsv41.commands import Analyze, Bench, Compile, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
 from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def _plan(args: Plan) -> int:
-    from dsv41.config import load_config, preset
     from dsv41.params import count_parameters, text_specs
     from dsv41.plan import plan_table
     from train.optim import optimizer_report
 
-    if args.preset is not None and args.config is not None:
-        raise UserError("--config: found beside --preset, allowed is one of them")
-    config = load_config(args.config) if args.config else preset(args.preset or "flash")
+    config = _configuration(args)
+    if args.mesh is not None:
+        from train.placed import plan_mesh
+
+        print(plan_mesh(config, args.mesh, args.json))
+        return 0
     specs = text_specs(config)
     layers = {n: count_parameters(layer) for n, layer in enumerate(specs.layers)}
     table = plan_table(config, layers, count_parameters(specs) - sum(layers.values()))
@@ -72,6 +74,21 @@ def _train(args: Train) -> int:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
     print(f"run: {args.out}")
     return 0
+
+
+def _compile(args: Compile) -> int:
+    from train.lowering import report
+
+    print(report(_configuration(args), args.mesh, args.rows, args.length, args.platform, args.json))
+    return 0
+
+
+def _configuration(args: Plan | Compile) -> Any:
+    from dsv41.config import load_config, preset
+
+    if args.preset is not None and args.config is not None:
+        raise UserError("--config: found beside --preset, allowed is one of them")
+    return load_config(args.config) if args.config else preset(args.preset or "flash")
 
 
 def _eval(args: Eval) -> int:
@@ -155,6 +172,35 @@ def _generate(args: Generate) -> int:
     return 0
 
 
+def _serve(args: Serve) -> int:
+    try:
+        from infer.server import Limits, Service, listen, serve
+    except ModuleNotFoundError as error:
+        raise UserError(f"serve: found no package {error.name!r}, allowed is what pip install 'dsv41[serve]' installs") from None
+    limits = Limits(args.max_requests, args.max_body, args.timeout)
+    key = os.environ.get("DSV41_API_KEY", "") if args.api_key is None else args.api_key
+    with listen(args.host, args.port) as listening:
+        _use_compilation_cache()
+        from dsv41.numerics import PACKED, Policy
+        from infer.chat import speaking
+        from infer.engine import Engine
+        from infer.model import load_model
+
+        model = load_model(args.checkpoint)
+        model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
+        longest = min(args.longest, model.config.max_position_embeddings)
+        policy, replay = PACKED if args.packed else Policy(), args.decoder_replay
+        engine = Engine(model, policy, decoder_replay=replay, slots=args.slots, longest=longest, pages=args.pages)
+        service = Service(engine, args.name or args.checkpoint.resolve().name, limits, key)
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"serving {service.api.name} at {address}/v1; compiling", flush=True)
+        if not key and host not in ("127.0.0.1", "::1"):
+            print(f"dsv41: warning: without --api-key all that reach {host} may ask", file=sys.stderr)
+        serve(service, listening, lambda: print("ready", flush=True))
+    return 0
+
+
 def _verify(args: Verify) -> int:
     from dsv41.verify import run
 
@@ -220,11 +266,13 @@ _COMMANDS = {
     "train": (Train, _train),
     "eval": (Eval, _eval),
     "generate": (Generate, _generate),
+    "serve": (Serve, _serve),
     "verify": (Verify, _verify),
     "demo": (Demo, _demo),
     "convert": (Convert, _convert),
     "bench": (Bench, _bench),
     "analyze": (Analyze, _analyze),
+    "compile": (Compile, _compile),
 }
 
 

@@ -56,12 +56,14 @@ class Analyze:
 
 @dataclass(frozen=True)
 class Plan:
-    """Show what each layer does, how many parameters it has and what it adds to the cache."""
+    """Show what each layer does, how many parameters it has and what it adds to the cache; or where weights lie on a mesh."""
 
     preset: str | None = None
     """A named configuration: flash (default), small, slice or toy."""
     config: Path | None = None
     """A config.json, or a folder that holds one."""
+    mesh: str | None = None
+    """Show where each weight lies on a mesh instead, as data=2,expert=4; no device is needed."""
     json: bool = False
     """Print the table as JSON."""
 
@@ -122,6 +124,28 @@ class Train:
     """Also write TensorBoard events."""
     wandb: str | None = None
     """Also log to this Weights & Biases project; a resume goes on with the same run."""
+    mesh: str | None = None
+    """Devices by axis, as data=2,expert=4: data, fsdp, expert and model; one device where not given."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Lower a training step for a mesh without its devices: one device's bytes, and what it sends of each collective."""
+
+    mesh: str
+    """Devices by axis, as fsdp=8,expert=8."""
+    preset: str | None = None
+    """A named configuration: flash (default), small, slice or toy."""
+    config: Path | None = None
+    """A config.json, or a folder that holds one."""
+    rows: int = 1
+    """Rows for each device along data, fsdp and expert."""
+    length: int = 4096
+    """Tokens a row."""
+    platform: Literal["cuda", "tpu"] = "cuda"
+    """What it is lowered for."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +211,38 @@ class Generate:
     """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a trained model to OpenAI's clients: completions and chat, whole or streamed."""
+
+    checkpoint: Path
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
+    host: str = "127.0.0.1"
+    """Address to listen on; this machine alone without it. 0.0.0.0 for every network, and then with a key."""
+    port: int = 8000
+    """Port to listen on; 0 for any that is free."""
+    name: str | None = None
+    """What clients call the model; the folder's name where not given."""
+    api_key: str | None = None
+    """Key that clients must send; $DSV41_API_KEY where not given, which unlike an option is in no list of processes."""
+    slots: int = 8
+    """Requests that are continued at once; others wait."""
+    longest: int = 8192
+    """Tokens of a request, prompt and answer; the model's own limit where that is less."""
+    pages: int | None = None
+    """Pages of 128 tokens of the cache; as many as the longest requests in all slots need where not given."""
+    packed: bool = False
+    """Keep the cache in the release's FP4 and FP8 rows."""
+    decoder_replay: Literal["full", "bounded", "halo"] = "full"
+    """Rows of a prompt for the decoder layers, as of dsv41 generate."""
+    max_requests: int = 256
+    """HTTP requests at once; more are told to come back."""
+    max_body: int = 8 * 2**20
+    """Bytes of a request's body."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
 
 
 @dataclass(frozen=True)

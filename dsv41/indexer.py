@@ -16,6 +16,7 @@ from dsv41.numerics import Policy, Taps, linear, product, record, rms_norm
 from dsv41.params import IndexerParams
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
+from dsv41.sharding import TOKENS, total
 
 Select = Callable[[Array, int], Array]  # `select` or what does the same
 SELECTED = "selected"  # what a backward pass that computes a layer again takes from the forward pass
@@ -234,7 +235,7 @@ def index_kl(
     picked: the indexer's scores of the selected entries.
     mass: attention probability of each selected entry summed over heads, with window and sink in the denominator; or a
     sum over layers of `teacher`.
-    Averaged over live queries with two candidates or more.
+    Averaged over live queries with two candidates or more; on a mesh this device's share of that.
     """
     valid = ids >= 0
     rows = live & (jnp.sum(valid, axis=-1) > 1)
@@ -242,4 +243,5 @@ def index_kl(
     p = teacher(mass, ids)
     terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - log_q)
     per_query = jnp.sum(jnp.where(valid, terms, 0.0), axis=-1)
-    return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(jnp.sum(rows.astype(jnp.float32)), 1.0)
+    count = total(jnp.sum(rows.astype(jnp.float32)), TOKENS)
+    return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(count, 1.0)

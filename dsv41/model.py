@@ -9,17 +9,21 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv41 import mhc
+from dsv41 import context, mhc
 from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
 from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
-from dsv41.numerics import Policy, Taps, linear, record, rms_norm
-from dsv41.params import TextParams
+from dsv41.numerics import Policy, Taps, record, rms_norm
+from dsv41.params import TextParams, text_specs
 from dsv41.plan import layer_plans
+from dsv41.sharding import GATHERED, STORED, gathered, size
 from dsv41.site import Shared, served_kl, whole_row
+from dsv41.vocabulary import embedded, whole_logits
+
+_STATIC = (2, 5, 6, 7, 8)  # of `block`'s arguments
 
 
 @struct.dataclass
@@ -121,7 +125,8 @@ def extend(
 
 def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
     """Embedding rows copied to every residual stream (§3)."""
-    rows = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
+    table = gathered(params.embed, text_specs(config).embed)
+    rows = embedded(table, jnp.clip(ids, 0, config.vocab_size - 1)).astype(policy.compute_dtype)
     return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
 
 
@@ -136,7 +141,8 @@ def unembed(
     params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
 ) -> Float[Array, "B T V"]:
     """float32 logits of `final_hidden` (§3)."""
-    return linear(final_hidden(params, streams, pre, config, taps), params.head, jnp.float32)
+    head = gathered(params.head, text_specs(config).head)
+    return whole_logits(final_hidden(params, streams, pre, config, taps), head, config.vocab_size)
 
 
 def final_hidden(
@@ -144,19 +150,34 @@ def final_hidden(
 ) -> Float[Array, "B T D"]:
     """Final collapse with the last FFN site's input mix (the V4 form has a predictor of its own), and norm (§3)."""
     if params.hc_head is not None:
-        pre = mhc.head_coefficients(streams, params.hc_head, config.hc_eps, config.rms_norm_eps)
+        hc_head = gathered(params.hc_head, text_specs(config).hc_head)
+        pre = mhc.head_coefficients(streams, hc_head, config.hc_eps, config.rms_norm_eps)
     hidden = mhc.collapse(pre, streams)
     record(taps, "final_hidden", hidden)
     return rms_norm(hidden, params.norm, config.rms_norm_eps)
+
+
+def _row_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: ModelConfig) -> tuple[Tokens, Int[Array, "B T"]]:
+    """`make_tokens` of aligned rows, and the index that turns them back.
+
+    Of rows in parts, this device's tokens: their layout and look-backs are those of whole rows, at a few bytes a token.
+    """
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    ids, segments, image = (context.whole(a) for a in (ids, segments, image))
+    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
+    tokens = make_tokens(ids, segments, image, token_map, config)
+    if context.parts() > 1:
+        ahead = tuple(context.before(a, config.sliding_window) for a in (tokens.layout.positions, tokens.layout.segments))
+        tokens = context.part(tokens)
+        tokens = replace(tokens, layout=replace(tokens.layout, before=ahead))
+    return tokens, back
 
 
 def table_rows(
     ids: Int[Array, "B T"], segments: Int[Array, "B T"], token_map: Int[Array, " V"], config: ModelConfig, image: Any = None
 ) -> tuple[Int[Array, "B T C"], ...]:
     """Rows of each Engram table that `features` fetches for a batch, in its order."""
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, _ = _align(ids, segments, image, config.document_alignment)
-    return make_tokens(ids, segments, image, token_map, config).engram_rows
+    return _row_tokens(ids, segments, image, token_map, config)[0].engram_rows
 
 
 def features(
@@ -178,14 +199,12 @@ def features(
     want rows that start with a document.
     """
     segments = jnp.ones_like(ids) if segments is None else segments
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
-    tokens = make_tokens(ids, segments, image, token_map, config)
+    tokens, back = _row_tokens(ids, segments, image, token_map, config)
     tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
     behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))
-    streams = embed(params, ids, config, policy)
+    streams = embed(params, tokens.ids, config, policy)
     record(taps, "embed_streams", streams)
-    residual, shared = mhc.Residual(streams, first_mix(ids, config)), Shared()
+    residual, shared = mhc.Residual(streams, first_mix(tokens.ids, config)), Shared()
     run, site = _rematerialised(policy)
     outs = []
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
@@ -199,7 +218,7 @@ def features(
     if policy.index_teacher == "served":
         kl = [*kl[1:], served_kl(shared, tokens.layout)]
     return Output(
-        jnp.take_along_axis(final_hidden(params, streams, residual.pre, config, taps), back[..., None], axis=1),
+        context.turned(final_hidden(params, streams, residual.pre, config, taps), back, config.document_alignment - 1),
         None,
         jnp.stack([out.load for out in outs]),
         jnp.stack([out.balance for out in outs]),
@@ -208,13 +227,18 @@ def features(
 
 
 def _rematerialised(policy: Policy) -> tuple[Any, Any]:
-    """The block and its attention site, one of them such that its backward pass computes it again."""
-    again = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SELECTED))
+    """The block and its attention site, one of them such that its backward pass computes it again.
+
+    Where weights are stored in parts, the backward pass puts a layer's together again rather than keep every layer's.
+    """
+    kept = jax.checkpoint_policies
+    again = partial(jax.checkpoint, policy=kept.save_only_these_names(SELECTED))
     if policy.remat == "block":
-        return again(block, static_argnums=(2, 5, 6, 7, 8)), whole_row
-    if policy.remat == "attention":
-        return block, again(whole_row, static_argnums=(2, 5, 6, 7))
-    return block, whole_row
+        return again(block, static_argnums=_STATIC), whole_row
+    run: Any = block
+    if size(*STORED) > 1:
+        run = jax.checkpoint(block, policy=kept.save_anything_except_these_names(GATHERED), static_argnums=_STATIC)
+    return run, again(whole_row, static_argnums=(2, 5, 6, 7)) if policy.remat == "attention" else whole_row
 
 
 def forward(
@@ -234,6 +258,6 @@ def forward(
     taps: a dict to fill with intermediates under their golden names. image: image-span tokens.
     """
     out = features(params, config, policy, ids, segments, token_map, taps, image)
-    logits = linear(out.hidden, params.head, jnp.float32)
+    logits = whole_logits(out.hidden, params.head, config.vocab_size)
     record(taps, "logits", logits)
     return replace(out, logits=logits)

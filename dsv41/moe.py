@@ -8,9 +8,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dsv41 import context
 from dsv41.config import ModelConfig
+from dsv41.exchange import exchange
 from dsv41.numerics import Taps, linear, record, swiglu
 from dsv41.params import ExpertParams, MoEParams
+from dsv41.sharding import ROWS, index, size, total
 from kernels_pallas import registry
 from kernels_pallas.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from kernels_pallas.grouped_matmul.reference import values
@@ -94,15 +97,23 @@ def _gathered_backward(count: int, kept: Any, g: Array) -> tuple:
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
+def _by_expert(expert: Int[Array, " i"], experts: int) -> tuple[Int[Array, " i"], Int[Array, " i"], Int[Array, " E"]]:
+    """The order of items by expert, those of none last; where each one goes; and how many each expert has."""
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    place = jnp.zeros(expert.shape, jnp.int32).at[order].set(jnp.arange(expert.size, dtype=jnp.int32), unique_indices=True)
+    sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
+    return order, place, sizes
+
+
 def grouped_experts(
     x: Float[Array, "N D"],
     ids: Int[Array, "N k"],
     weights: Float32[Array, "N k"],
-    live: Bool[Array, " N"],
+    live: Bool[Array, "N #k"],
     params: ExpertParams,
     limit: float,
 ) -> Float32[Array, "N D"]:
-    """Sum over each token's experts in float32; no token is dropped, padding reaches no expert.
+    """Sum over each token's experts in float32; no token is dropped, a pair of token and expert that is not live adds nothing.
 
     Tokens are sorted by expert for `kernels_pallas.grouped_matmul`. Without a kernel for it, fewer token-expert pairs than
     experts need no sorting.
@@ -118,14 +129,48 @@ def grouped_experts(
         one = lambda equation, a, b: jnp.einsum(equation, a, b, precision=precision)  # noqa: E731
         hidden = swiglu(one("ni,nkoi->nko", x, w.w1), one("ni,nkoi->nko", x, w.w3), limit) * weights[..., None]
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
-        return jnp.sum(jnp.where(live[:, None, None], out, 0.0), axis=1)
-    expert = jnp.where(live[:, None], ids, experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    place = jnp.zeros((items,), jnp.int32).at[order].set(jnp.arange(items, dtype=jnp.int32), unique_indices=True)
+        return jnp.sum(jnp.where(live[..., None], out, 0.0), axis=1)
+    expert = jnp.where(live, ids, experts).reshape(-1)
+    order, place, sizes = _by_expert(expert, experts)
     scale = _spread(weights.reshape(-1), order, place)
     hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
     return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])
+
+
+def dispatched_experts(
+    x: Float[Array, "N D"],
+    ids: Int[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    live: Bool[Array, "N #k"],
+    params: ExpertParams,
+    limit: float,
+) -> Float32[Array, "N D"]:
+    """`grouped_experts` where each device of the mesh axes `expert` and `model` holds an equal part of the experts.
+
+    params: this device's experts. Each row goes to the device along `expert` that holds its expert, and its product comes
+    back to the row's place, so that a token's products are summed in the router's order. Buffers have room for the worst
+    case: no row is dropped, whatever the router does. Along `model`, where every device has the same tokens, the result is
+    this device's share of a sum (`dsv41.sharding.total`).
+    """
+    shards, held, (count, k) = size("expert"), params.w1.shape[0], ids.shape
+    own = ids - jnp.int32(index("model") * shards * held)
+    live = live & (own >= 0) & (own < shards * held)
+    if shards == 1:
+        return grouped_experts(x, jnp.where(live, own, 0), weights, live, params, limit)
+    order, place, sizes = _by_expert(jnp.where(live, own, shards * held).reshape(-1), shards * held)
+    # Rows from each device to each device for each expert that it holds.
+    sizes: Any = lax.all_gather(sizes.reshape(shards, held), "expert")
+    pairs, most = jnp.sum(sizes, axis=-1), count * min(k, held)
+
+    def send(rows: Array) -> Any:
+        return exchange(rows, pairs, most, shards * most)
+
+    rows, scale = send(_spread(x, order, place)), send(_spread(weights.reshape(-1), order, place))
+    ends = jnp.cumsum(sizes[:, index("expert")].reshape(-1))
+    number = jnp.arange(shards * most, dtype=jnp.int32)
+    expert = (jnp.searchsorted(ends, number, side="right") % held).astype(jnp.int32)
+    out = grouped_experts(rows, expert[:, None], scale[:, None], (number < ends[-1])[:, None], params, limit)
+    return _gathered(exchange(out.astype(x.dtype), pairs.T, most, count * k), order, place, count)
 
 
 def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int) -> Float32[Array, " E"]:
@@ -135,14 +180,17 @@ def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int
 
 
 def sequence_balance(scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]) -> Float32[Array, ""]:
-    """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2)."""
+    """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2).
+
+    On a mesh this device's share of it: P is linear in the tokens, and f and the count are the whole row's.
+    """
     experts, k = scores.shape[-1], ids.shape[-1]
-    count = jnp.sum(live.astype(jnp.float32), axis=1)
+    count = context.total(jnp.sum(live.astype(jnp.float32), axis=1))
     hits = (ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None, None]) & live[:, :, None, None]
-    f = jnp.sum(hits.astype(jnp.float32), axis=(1, 2)) * experts / (k * jnp.maximum(count, 1.0))[:, None]
+    f = context.total(jnp.sum(hits.astype(jnp.float32), axis=(1, 2))) * experts / (k * jnp.maximum(count, 1.0))[:, None]
     share = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
     p = jnp.sum(jnp.where(live[..., None], share, 0.0), axis=1) / jnp.maximum(count, 1.0)[:, None]
-    rows = jnp.sum((count > 0).astype(jnp.float32))
+    rows = total(jnp.sum((count > 0).astype(jnp.float32)), ROWS)
     return jnp.sum(lax.stop_gradient(f) * p) / jnp.maximum(rows, 1.0)
 
 
@@ -163,9 +211,11 @@ def moe(
     k = config.num_experts_per_tok
     record(taps, f"{name}.expert_ids", routing.ids.reshape(batch, time, k))
     record(taps, f"{name}.expert_weights", routing.weights.reshape(batch, time, k))
-    routed = grouped_experts(flat, routing.ids, routing.weights, alive, params.experts, config.swiglu_limit)
+    run = dispatched_experts if size("expert", "model") > 1 else grouped_experts
+    routed = run(flat, routing.ids, routing.weights, alive[:, None], params.experts, config.swiglu_limit)
+    # Of the dispatched rows nothing is needed here, so that this product can hide their way.
     shared = _swiglu_expert(flat, params.shared, config.swiglu_limit)
-    out = (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(batch, time, d)
+    out = total(routed + shared.astype(jnp.float32), "model").astype(x.dtype).reshape(batch, time, d)
     kinds = (alive & ~image.reshape(-1), alive & image.reshape(-1))
     load = jnp.stack([expert_load(routing.ids, kind, config.n_routed_experts) for kind in kinds])
     scores = routing.scores.reshape(batch, time, -1)

@@ -270,14 +270,14 @@ def _experts(count: int | None, d: int, f: int, prefix: str) -> ExpertParams:
 def _moe(config: ModelConfig, plan: LayerPlan, prefix: str) -> MoEParams:
     d, f, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     hashed = plan.routing == "hash"
-    bias = ParamSpec((experts,), ("experts",), f"{prefix}.gate.bias", "f32", "sign", "zeros", decay=False)
-    bias_vl = ParamSpec((experts,), ("experts",), f"{prefix}.gate.bias_vl", "f32", "sign", "zeros", decay=False)
+    bias = ParamSpec((experts,), ("routes",), f"{prefix}.gate.bias", "f32", "sign", "zeros", decay=False)
+    bias_vl = ParamSpec((experts,), ("routes",), f"{prefix}.gate.bias_vl", "f32", "sign", "zeros", decay=False)
     table = (config.vocab_size, config.num_experts_per_tok)
     return MoEParams(
-        gate=ParamSpec((experts, d), ("experts", "embed"), f"{prefix}.gate.weight", "bf16", "muon"),
+        gate=ParamSpec((experts, d), ("routes", "embed"), f"{prefix}.gate.weight", "bf16", "muon"),
         bias=None if hashed else bias,
         bias_vl=None if hashed else bias_vl,
-        tid2eid=ParamSpec(table, ("vocab", None), f"{prefix}.gate.tid2eid", "i64", "frozen", "balanced_experts", decay=False)
+        tid2eid=ParamSpec(table, (None, None), f"{prefix}.gate.tid2eid", "i64", "frozen", "balanced_experts", decay=False)
         if hashed
         else None,
         experts=_experts(experts, d, f, f"{prefix}.experts.{{expert}}"),

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
-from dsv41 import attention, compress, indexer
+from dsv41 import attention, compress, context, indexer
 from dsv41.config import ModelConfig
 from dsv41.layout import Layout, visible_entries
 from dsv41.numerics import Policy, Taps, record
@@ -24,6 +24,7 @@ from dsv41.pages import Pages, Rows, dense
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant, pack_rows
+from dsv41.sharding import total
 from kernels_pallas import registry
 from kernels_pallas.index_topk.api import index_topk
 
@@ -162,6 +163,7 @@ def read(
     name = f"layers.{plan.layer}.attn"
     record(taps, f"{name}.q", q)
     out, mass = core(q)
+    mass = None if mass is None else total(mass, "model")
     y = attention.project_out(out, layout.positions, params, config, plan.ratio, taps, name)
     record(taps, f"{name}.out", y)
     return y, mass
@@ -182,10 +184,11 @@ def publish_row(
     policy: Policy,
     taps: Taps | None,
 ) -> Shared:
-    """What a kv source publishes of a full sequence."""
+    """What a kv source publishes of a full sequence, to every device that has a part of it."""
     latent = compress.latents(x, params.compressor, config, plan.ratio)
     positions = compress.group_positions(layout.positions, plan.ratio)
-    entries, keys = publish(latent, positions, params, plan, config, policy, taps)
+    published = publish(latent, positions, params, plan, config, policy, taps)
+    entries, keys = (context.entries(a, x.shape[1], plan.ratio) for a in published)
     return replace(shared, main_kv=entries, index_k=keys)
 
 

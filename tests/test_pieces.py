@@ -176,7 +176,7 @@ def test_grouped_experts_equal_a_loop_over_experts(case):
         for e, g in zip(ids[t], weights[t], strict=True):
             hidden = np.asarray(swiglu(w.w1[e] @ x[t], w.w3[e] @ x[t], 10.0)) * g
             want[t] += np.asarray(w.w2[e], np.float64) @ hidden
-    got = grouped_experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), jnp.asarray(live), w, 10.0)
+    got = grouped_experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), jnp.asarray(live)[:, None], w, 10.0)
     # fp32 sums of at most 8 products of order 10 in another order; headroom 5.
     np.testing.assert_allclose(got, want, atol=1e-4)
 
@@ -190,7 +190,7 @@ def test_grouped_experts_equal_a_loop_over_experts(case):
     def pull(run):
         return jax.tree.leaves(jax.vjp(run, jnp.asarray(x), jnp.asarray(weights), w)[1](cotangent))
 
-    grouped = pull(lambda x, weights, w: grouped_experts(x, jnp.asarray(ids), weights, jnp.asarray(live), w, 10.0))
+    grouped = pull(lambda x, weights, w: grouped_experts(x, jnp.asarray(ids), weights, jnp.asarray(live)[:, None], w, 10.0))
     for got, want in zip(grouped, pull(each_item), strict=True):
         # fp32 sums of up to 37 items' products, as above.
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())

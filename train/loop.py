@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -25,6 +24,7 @@ from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
 from train.curve import Score, plot_losses
 from train.data import Batch, Prepared, prepare
+from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import TrainOptions, check_options
@@ -32,7 +32,7 @@ from train.progress import Report
 from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, read_run, write_run
 from train.stage import Examiner, StageData
-from train.step import TrainState, init_state, make_train_step
+from train.step import TrainState, make_train_step
 from train.tokenizer import cache_root
 
 # Steps timed before the length of a run that is given by seconds is fixed.
@@ -113,10 +113,6 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _device_batch(batch: Batch) -> Batch:
-    return jax.tree.map(jnp.asarray, batch)
-
-
 def finished(options: TrainOptions) -> tuple[int, Score | None] | None:
     """The last step and its score of a run in ``options.out`` that has no step left, and the score where asked for; else None.
 
@@ -162,18 +158,19 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     report.phase("reading the text and packing its tokens", quiet=True)
     prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
     config, fold = fit_vocabulary(config, prepared.tokenizer)
+    devices = Devices(options.mesh, config, options.engram_rows)
     plan = stages(options, config, total)
     facts = identity(options, config, prepared, [stage.first for stage in plan])
 
     report.phase("drawing the initial weights", quiet=True)
-    state = init_state(config, options.seed, options.engram_rows)
+    state = devices.init(options.seed)
     resumed = 0
     scores: list[Score] = []
     if run is not None and latest is not None:
         check_same(run, facts, out)
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
         report.phase(f"reading the checkpoint of step {latest}", quiet=True)
-        state, _ = checkpoints.restore(latest, abstract)
+        state, _ = checkpoints.restore(latest, devices.target())
+        state = devices.restored(state)
         resumed = int(state.step)
         scores = [found for found in run.scores if found.step <= resumed]
     else:
@@ -196,7 +193,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     def save() -> None:
         nonlocal saved
         if saved != done or (latest is None and done == 0):
-            checkpoints.save_behind(done, state, {**facts, "total": total})
+            checkpoints.save_behind(done, devices.stored(state), {**facts, "total": total})
             saved = done
 
     def examine() -> Score:
@@ -207,7 +204,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         whole = [old.bits_per_byte for old in scores if 0 < old.step < done]
         scores = [*(old for old in scores if old.step < done), found]
         if options.eval_every and found.bits_per_byte < min(whole, default=math.inf):
-            best.save_behind(done, state, {**facts, "total": total})
+            best.save_behind(done, devices.stored(state), {**facts, "total": total})
         write_run(out, Run(facts, total, tuple(scores)))
         return found
 
@@ -223,7 +220,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             if (done >= stage.last and number + 1 < len(plan)) or received:
                 continue
             data = StageData(plan[: number + 1], prepared, options)
-            examiner = Examiner(stage, data.prepared, fold, report)
+            examiner = Examiner(stage, data.prepared, fold, report, devices)
             if options.evaluate and not done:
                 report.phase("scoring held-out text before training")
                 scores.append(examiner.score(state, _FIRST_SCORE_ROWS))
@@ -231,8 +228,9 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             if (not total or done < total) and done < stage.last:
                 report.phase(f"compiling the training step{f' of phase {stage.name}' if len(plan) > 1 else ''}")
                 compiling = time.monotonic()
-                step = make_train_step(stage.config, stage.policy, fold, stage.step)
-                train_step = step.lower(state, _device_batch(data.batch(done)), jnp.float32(0)).compile()  # pyright: ignore
+                step = make_train_step(stage.config, stage.policy, fold, stage.step, mesh=devices.mesh)
+                first = devices.place(data.batch(done), stage.step.accumulate)
+                train_step = step.lower(state, first, np.float32(0)).compile()  # pyright: ignore
                 compile_seconds += time.monotonic() - compiling
                 batches = data.iterator(done)
                 report.phase("training")
@@ -245,7 +243,7 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                 # Until the length is known, the rate is that of the start of any longer run.
                 rate = schedule(done) if schedule else warmup_hold_cosine(1000, options.lr)(done)
                 batch = next(batches)
-                state, metrics = train_step(state, _device_batch(batch), jnp.asarray(rate, jnp.float32))
+                state, metrics = train_step(state, devices.place(batch, stage.step.accumulate), np.float32(rate))
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 done += 1
                 took = time.monotonic() - now

@@ -12,11 +12,14 @@ import jax
 from dsv41.config import ModelConfig, load_config, preset
 from dsv41.errors import UserError
 from dsv41.files import make_writable
+from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import layer_plans
+from dsv41.sharding import check_mesh, make_mesh, parse_mesh, shard_bytes, torn
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
+from train.layout import check_rows, check_trained, state_leaves
 from train.packing import check_length
-from train.recipes import check_recipe
+from train.recipes import check_recipe, stages
 from train.step import init_state
 
 _MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
@@ -30,7 +33,8 @@ class TrainOptions:
     part of the run (`train.recipes`); its suggestions are the command line's to take. batch_size, length: of its first phase.
     dtype: of the passes, masters are float32. qat_weights: stored forms that its quantised phases train the weights in.
     engram_rows: rows of each table that keep momentum, 0 for all. synthetic: share of each batch's rows made into tasks.
-    eval_every: steps between scores of the held-out text, 0 for none. profile: steps FIRST:LAST to trace.
+    eval_every: steps between scores of the held-out text, 0 for none. profile: steps FIRST:LAST to trace. mesh: sizes of the
+    mesh axes, as data=2,expert=4 (`dsv41.sharding`); it decides where numbers are computed, and a resume may have another.
     """
 
     out: Path = Path("runs/train")
@@ -59,6 +63,7 @@ class TrainOptions:
     profile: str | None = None
     tensorboard: bool = False
     wandb: str | None = None
+    mesh: str | None = None
 
 
 def check_options(options: TrainOptions) -> ModelConfig:
@@ -83,9 +88,31 @@ def check_options(options: TrainOptions) -> ModelConfig:
     config = preset(options.preset) if options.config is None else load_config(options.config)
     config = check_recipe(options, config)
     check_length(options.length, config.document_alignment)
+    _check_mesh(options, config)
     _check_room(options, config)
     make_writable(options.out)
     return config
+
+
+def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
+    """Raises `UserError` for a mesh that this machine, the model or a phase's batch does not allow."""
+    if options.mesh is None:
+        return
+    sizes = parse_mesh(options.mesh)
+    check_trained(sizes)
+    check_mesh(config, sizes)
+    make_mesh(sizes)
+    if options.engram_rows:
+        raise UserError(f"engram_rows: found {options.engram_rows}, allowed on a mesh is 0; nearest is 0")
+    for stage in stages(options, config, options.steps):
+        check_rows(sizes, stage.rows, stage.step.accumulate)
+    unit = next(
+        (spec for spec in spec_leaves(text_specs(config)) if spec.stored in options.qat_weights and torn(spec, sizes)), None
+    )
+    if unit:
+        raise UserError(
+            f"mesh: found model={sizes['model']}, which cuts {unit.key} through its {unit.stored} tiles; nearest is model=1"
+        )
 
 
 def _bytes(tree: Any) -> int:
@@ -109,6 +136,12 @@ def _check_room(options: TrainOptions, config: ModelConfig) -> None:
     """Raises `UserError`, with the numbers, where the model alone or with the batch cannot fit into memory."""
     state = jax.eval_shape(lambda: init_state(config, 0))
     model, room = _bytes(state) + _bytes(state.params), memory()
+    if options.mesh is not None:
+        sizes = parse_mesh(options.mesh)
+        devices = math.prod(sizes.values())
+        leaves = state_leaves(init_state, config)
+        model = devices * (shard_bytes(leaves, sizes) + shard_bytes(leaves.params, sizes))
+        room *= devices if jax.local_devices()[0].memory_stats() else 1
     allowed = f"allowed is what the {room / 1e9:,.1f} GB here hold"
     if model > room:
         raise UserError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from train.curve import Score
 from train.data import Batch, Prepared, TrainData, prepare, to_batch
+from train.devices import Devices
 from train.diagnose import make_diagnose
 from train.packing import Packed
 from train.progress import Report
@@ -69,11 +70,12 @@ class StageData:
 class Examiner:
     """Scores and diagnoses a stage's model on held-out text."""
 
-    def __init__(self, stage: Stage, prepared: Prepared, token_map: np.ndarray, report: Report):
+    def __init__(self, stage: Stage, prepared: Prepared, token_map: np.ndarray, report: Report, devices: Devices):
         # By the parts that a training step is computed in: what fits there fits here.
         self._rows = stage.rows // stage.step.accumulate
         self._prepared, self._report = prepared, report
-        self._score = make_eval_step(stage.config, stage.policy, token_map, stage.step.weights)
+        step = make_eval_step(stage.config, stage.policy, token_map, stage.step.weights, devices.mesh)
+        self._score: EvalStep = lambda params, batch: step(params, devices.place(batch))
         self._diagnose = make_diagnose(stage.config, stage.policy, token_map)
         self._few = max(1, min(_DIAGNOSED_TOKENS // stage.length, len(prepared.heldout.ids)))
 

@@ -9,20 +9,26 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from dsv41.config import ModelConfig
 from dsv41.model import Output, features, table_rows
 from dsv41.numerics import Policy
-from dsv41.params import Stored, TextParams, init_params, text_specs
+from dsv41.params import ParamSpec, Stored, TextParams, init_params, map_specs, text_specs
 from dsv41.plan import layer_plans
 from dsv41.replay import replayed_features
+from dsv41.sharding import AXES, TOKENS, gathered, shardings, size, summed, total
 from train.data import Batch
+from train.layout import BATCH, state_leaves
 from train.losses import Sums, chunked_sums, total_loss
 from train.optim import Rows, apply_updates, clip, floats, make_optimizer, measure, update_biases
 from train.qat import fake_quantized
+from train.rows import fetched_rows, returned_rows
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
+Gradients = Callable[[TextParams, Batch], tuple[Any, Any]]
+Update = Callable[["TrainState", Any, Any, jax.Array], tuple["TrainState", Metrics]]
 EvalStep = Callable[[TextParams, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -91,15 +97,20 @@ def _touched(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return ids.astype(jnp.int32), inverse.reshape(rows.shape).astype(jnp.int32)
 
 
-def make_train_step(
-    config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
-) -> TrainStep:
-    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+def _read_rows(params: TextParams, places: list[Any], rows: tuple[jax.Array, ...]) -> tuple[list[Any], TextParams, tuple]:
+    """The distinct rows that each of ``rows`` names, the weights with those in place of the tables, and where each is there."""
+    touched = [_touched(r, spec.shape[0]) for r, spec in zip(rows, places, strict=True)]
+    ids = [one for one, _ in touched]
+    small = [fetched_rows(*three) for three in zip(places, _tables(params), ids, strict=True)]  # pyright: ignore
+    return ids, _with_tables(params, small), tuple(inverse for _, inverse in touched)
 
-    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
-    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
-    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
-    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`.
+
+def make_gradients(
+    config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
+) -> Gradients:
+    """``gradients(params, batch) -> (losses, gradients)``: the part of a step that the optimizers have no say in.
+
+    losses: what is minimised, and (cross-entropy, balance, indexer losses, load). Otherwise as `make_train_step`.
     """
     fold = jnp.asarray(token_map, jnp.int32)
     specs = specs or text_specs(config)
@@ -116,28 +127,29 @@ def make_train_step(
             start = batch.replay if options.replay == "mask" else None
             out = features(params, config, policy, batch.ids, batch.segments, fold, None, batch.image, rows, start)
         with jax.named_scope("head"):
-            return out, chunked_sums(out.hidden, params.head, targets, weights)
+            return out, chunked_sums(out.hidden, gathered(params.head, specs.head), targets, weights, vocab=config.vocab_size)
 
     def loss_fn(params: TextParams, batch: Batch, rows: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         out, sums = run(fake_quantized(params, specs, options.weights), batch, rows)
         ce, z = sums.nats / tokens, sums.squared_log_z / tokens
         balance = jnp.sum(out.balance) / parts
         index_kl = out.index_kl / parts if options.index_loss else jnp.zeros_like(out.index_kl)
-        return total_loss(ce, balance, jnp.sum(index_kl), z, options.z_weight), (ce, balance, index_kl, out.load)
+        loss = total_loss(ce, balance, jnp.sum(index_kl), z, options.z_weight)
+        # Devices along `model` all computed it.
+        return loss / size("model"), (ce, balance, index_kl, out.load)
 
     grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
 
     def whole(params: TextParams, batch: Batch) -> Any:
-        tokens = jnp.maximum(jnp.sum(batch.weights), 1.0)
-        tables = _tables(params)
-        rows = table_rows(batch.ids, batch.segments, fold, config, batch.image) if tables else ()
-        touched = [_touched(r, table.shape[0]) for r, table in zip(rows, tables, strict=True)]
-        small = [table.at[ids].get(mode="fill", fill_value=0) for table, (ids, _) in zip(tables, touched, strict=True)]
-        params, inputs = _with_tables(params, small), (batch, tuple(inverse for _, inverse in touched))
+        tokens = jnp.maximum(total(jnp.sum(batch.weights), TOKENS), 1.0)
+        tables, places = _tables(params), _tables(specs)
+        ids, params, inverse = _read_rows(params, places, table_rows(batch.ids, batch.segments, fold, config, batch.image))
+        inputs = (batch, inverse)
 
         def done(out: Any, grads: Any) -> Any:
-            values = zip([ids for ids, _ in touched], _tables(grads), strict=True)
-            return out, _with_tables(grads, [Rows(*pair) for pair in values])
+            values = zip(places, ids, _tables(grads), tables, strict=True)
+            grads = _with_tables(grads, [returned_rows(*one) for one in values])
+            return out, map_specs(_reduced, specs, grads)
 
         if parts == 1:
             return done(*grad(params, *inputs, tokens))
@@ -153,14 +165,26 @@ def make_train_step(
         out, sums = lax.scan(add, (out, floats(grads)), rest)[0]
         return done(out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None))
 
-    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
+    def summed_up(params: TextParams, batch: Batch) -> Any:
+        (loss, shares), grads = whole(params, batch)
+        return (total(loss, AXES), total(shares, TOKENS)), grads
+
+    return summed_up
+
+
+def make_update(config: ModelConfig, policy: Policy, options: StepOptions = StepOptions(), specs: Any = None) -> Update:
+    """``update(state, losses, gradients, rate) -> (state, metrics)``: the rest of a step, after `make_gradients`."""
+    specs = specs or text_specs(config)
+
+    def update(state: TrainState, losses: Any, grads: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        loss, (ce, balance, index_kl, load) = losses
         with jax.named_scope("optimizer"):
             grads, norm = clip(specs, grads)
             rule = make_optimizer(specs, lambda _: rate, options.active_rows, policy.compute_dtype)
             updates, opt_state = rule.update(grads, state.opt_state, state.params)
             # The clipped norm leaves the indexer's gradients out; a NaN there must stop the step too.
             finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(floats(grads)))
+            finite = total(1 - finite.astype(jnp.int32), AXES) == 0
             is_rows = lambda x: isinstance(x, Rows)  # noqa: E731
             # The rows of a table are stopped before it, so that the step never passes over the whole of it.
             updates = jax.tree.map(
@@ -188,24 +212,81 @@ def make_train_step(
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return update
+
+
+def make_train_step(
+    config: ModelConfig,
+    policy: Policy,
+    token_map: Any,
+    options: StepOptions = StepOptions(),
+    specs: Any = None,
+    mesh: Any = None,
+) -> TrainStep:
+    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+
+    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
+    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
+    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
+    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`. mesh: of which every
+    device computes its part; the state is then one of `train.layout.init_on`, the batch one of `train.layout.place_batch`.
+    """
+    gradients = make_gradients(config, policy, token_map, options, specs)
+    update = make_update(config, policy, options, specs)
+
+    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        return update(state, *gradients(state.params, batch), rate)
+
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    states = jax.tree.map(lambda s: s.spec, shardings(state_leaves(init_state, config, specs), mesh))
+    ins, outs = (states, BATCH, PartitionSpec()), (states, PartitionSpec())
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False), donate_argnums=0)
+
+
+def _reduced(spec: ParamSpec, gradient: Any) -> Any:
+    """A weight's gradient over all devices; id tables and what the sign rule moves have none."""
+    return gradient if spec.family in ("frozen", "sign") or isinstance(gradient, Rows) else summed(spec, gradient)
 
 
 def _selecting(config: ModelConfig) -> list[Any]:
     return [plan for plan in layer_plans(config) if plan.selects]
 
 
-def make_eval_step(config: ModelConfig, policy: Policy, token_map: Any, weights: tuple[Stored, ...] = ()) -> EvalStep:
+def make_eval_step(
+    config: ModelConfig, policy: Policy, token_map: Any, weights: tuple[Stored, ...] = (), mesh: Any = None
+) -> EvalStep:
     """``step(params, batch) -> (sum of weighted nats, sum of weights)``, jitted. weights: as in `StepOptions`."""
     fold = jnp.asarray(token_map, jnp.int32)
 
     def step(params: TextParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        params = fake_quantized(params, text_specs(config), weights)
-        out = features(params, config, policy, batch.ids, batch.segments, fold)
-        sums = chunked_sums(out.hidden, params.head, batch.targets, batch.weights)
-        return sums.nats, sums.weight
+        specs = text_specs(config)
+        at = None
+        if mesh is not None:
+            rows = table_rows(batch.ids, batch.segments, fold, config)
+            _, params, at = _read_rows(params, _tables(specs), rows)
+        out = features(fake_quantized(params, specs, weights), config, policy, batch.ids, batch.segments, fold, rows=at)
+        head = gathered(params.head, specs.head)
+        sums = chunked_sums(out.hidden, head, batch.targets, batch.weights, vocab=config.vocab_size)
+        return total((sums.nats, sums.weight), TOKENS)
 
-    return jax.jit(step)
+    if mesh is None:
+        return jax.jit(step)
+    ins = (jax.tree.map(lambda s: s.spec, shardings(text_specs(config), mesh)), BATCH)
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=PartitionSpec(), check_vma=False))
 
 
-__all__ = ["EvalStep", "Metrics", "StepOptions", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]
+__all__ = [
+    "EvalStep",
+    "Gradients",
+    "Metrics",
+    "StepOptions",
+    "TrainState",
+    "TrainStep",
+    "Update",
+    "init_state",
+    "make_eval_step",
+    "make_gradients",
+    "make_train_step",
+    "make_update",
+]

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dsv41.params import ParamSpec, map_specs, spec_leaves
+from dsv41.sharding import Cut, ambient_cut, size
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.18
@@ -65,21 +66,56 @@ def matrix_shape(spec: ParamSpec) -> tuple[int, int]:
     return spec.shape[-2] // spec.blocks, spec.shape[-1]
 
 
+def _exchanged(spec: ParamSpec) -> Cut:
+    """The cut of the last two dimensions through matrices; none where each part holds whole ones, as of heads and experts."""
+    rows, columns = ambient_cut(spec)[-2:]
+    return () if not columns and (spec.blocks > 1 or not rows) else (rows, columns)
+
+
+def _together(parts: Array, cut: Cut) -> Array:
+    """Parts ``[n, a, b]`` of n matrices as an equal share of the n, whole; n is filled up with zeros."""
+    parts = jnp.pad(parts, ((0, -len(parts) % math.prod(size(*axes) for axes in cut)), (0, 0), (0, 0)))
+    for dim, axes in enumerate(cut, 1):
+        parts = lax.all_to_all(parts, axes, 0, dim, tiled=True) if axes else parts
+    return parts
+
+
+def _apart(whole: Array, cut: Cut) -> Array:
+    """The inverse of `_together`."""
+    for dim, axes in reversed([*enumerate(cut, 1)]):
+        whole = lax.all_to_all(whole, axes, dim, 0, tiled=True) if axes else whole
+    return whole
+
+
 def _orthogonalize_all(specs: Sequence[ParamSpec], leaves: Sequence[Array], products: Any) -> list[Array]:
-    """`orthogonalize` of every matrix of every leaf: one batch, hence one compiled loop, for each shape of matrix."""
-    groups = defaultdict(list)
+    """`orthogonalize` of every matrix of every leaf: one batch, hence one compiled loop, for each shape of matrix.
+
+    On a mesh a device does the matrices of which it has the whole; those cut into parts are stacked by shape and cut, and
+    each device gets an equal number of them, whole, and hands their parts back.
+    """
+    stacks = defaultdict(list)
     for i, spec in enumerate(specs):
-        groups[matrix_shape(spec)].append(i)
+        cut = _exchanged(spec)
+        stacks[(matrix_shape(spec), leaves[i].shape[-2:], cut) if cut else (matrix_shape(spec), i, cut)].append(i)
+    groups = defaultdict(list)
+    for (shape, _, cut), members in stacks.items():
+        batch = [leaves[i].reshape(-1, *(leaves[i].shape[-2:] if cut else shape)) for i in members]
+        groups[shape].append((members, cut, _together(jnp.concatenate(batch), cut) if cut else batch[0]))
     results: dict[int, Array] = {}
-    for shape, members in groups.items():
-        batches = [leaves[i].reshape(-1, *shape) for i in members]
+    for shape, stacked in groups.items():
+        batches = [batch.reshape(-1, *shape) for _, _, batch in stacked]
         done = orthogonalize(jnp.concatenate(batches), products)
         start = 0
-        for i, batch in zip(members, batches, strict=True):
+        for (members, cut, batch), matrices in zip(stacked, batches, strict=True):
             # An offset that XLA cannot see makes the slices of equal leaves one kernel, which halves the compile time.
             offset = lax.optimization_barrier(jnp.int32(start))
-            results[i] = lax.dynamic_slice_in_dim(done, offset, len(batch)).reshape(specs[i].shape)
-            start += len(batch)
+            piece = lax.dynamic_slice_in_dim(done, offset, len(matrices)).reshape(batch.shape)
+            start += len(matrices)
+            piece, first = _apart(piece, cut) if cut else piece, 0
+            for i in members:
+                count = leaves[i].size // math.prod(piece.shape[1:])
+                results[i] = piece[first : first + count].reshape(leaves[i].shape)
+                first += count
     return [results[i] for i in range(len(specs))]
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Num
 
 from dsv41.errors import UserError
 from dsv41.params import ParamSpec, map_specs, spec_leaves
+from dsv41.sharding import cut_axes, total
 from train.optim.muon import WEIGHT_DECAY, muon
 from train.optim.sinkhorn import UPDATE_RMS, ActiveRows, Rows, dense, sinkhorn
 
@@ -85,7 +86,7 @@ def make_optimizer(
     _check(specs)
     own = {name: _select(specs, name, specs) for name, momenta in _MOMENTA.items() if momenta}
     capacity = map_specs(lambda spec: _capacity(spec, active_rows), own["sinkhorn"])
-    rules = {"muon": muon(own["muon"], products), "sinkhorn": sinkhorn(capacity), "adamw": adamw(own["adamw"])}
+    rules = {"muon": muon(own["muon"], products), "sinkhorn": sinkhorn(capacity, own["sinkhorn"]), "adamw": adamw(own["adamw"])}
 
     def init(params: Any) -> OptimizerState:
         states = {name: rule.init(_select(specs, name, params)) for name, rule in rules.items()}
@@ -149,8 +150,11 @@ def floats(gradients: Any) -> Any:
     return jax.tree.map(lambda g: g if jnp.issubdtype(g.dtype, jnp.floating) else None, gradients)
 
 
-def _norm(tree: Any) -> Float[Array, ""]:
-    return jnp.sqrt(sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(floats(tree))), start=jnp.float32(0)))
+def _sum(specs: Any, parts: Any) -> Float[Array, ""]:
+    """The sum of a number of each weight's part, over all weights and over the devices that hold their other parts."""
+    sums: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    map_specs(lambda spec, part: None if part is None else sums[cut_axes(spec)].append(part), specs, parts)
+    return jnp.float32(0) + sum(total(sum(found), axes) for axes, found in sums.items())
 
 
 def clip(specs: Any, gradients: Any, limit: float = 1.0) -> tuple[Any, Float[Array, ""]]:
@@ -163,7 +167,10 @@ def clip(specs: Any, gradients: Any, limit: float = 1.0) -> tuple[Any, Float[Arr
     def counts(spec: ParamSpec) -> bool:
         return bool(_MOMENTA[spec.family]) and ".indexer." not in spec.key
 
-    norm = _norm(map_specs(lambda spec, g: g if counts(spec) else None, specs, gradients))
+    def square(spec: ParamSpec, g: Any) -> Any:
+        return jnp.sum(jnp.square(g.values if isinstance(g, Rows) else g)) if counts(spec) else None
+
+    norm = jnp.sqrt(_sum(specs, map_specs(square, specs, gradients)))
     scale = jnp.where(norm > limit, limit / norm, 1.0)
 
     def scaled(spec: ParamSpec, g: Any) -> Any:
@@ -181,27 +188,29 @@ def measure(specs: Any, updates: Any, state: OptimizerState, rate: Array) -> dic
     how far from 1 the furthest column's RMS over those rows is; the rows' own is 1. ``engram_lost``: rows that lost momentum
     for want of capacity, so far, where only some rows have any.
     """
-    squares: dict[str, list[Array]] = defaultdict(list)
     counts: dict[str, list[Any]] = defaultdict(list)
     residuals = []
 
-    def see(spec: ParamSpec, update: Any) -> None:
+    def square(spec: ParamSpec, update: Any) -> Any:
         if not _MOMENTA[spec.family]:
-            return
+            return None
         values = (update.values if isinstance(update, Rows) else update) / jnp.maximum(rate, 1e-30)
-        squares[spec.family].append(jnp.sum(jnp.square(values)))
-        count: Any = values.size
+        count: Any = spec.size
         if spec.family == "sinkhorn":
-            live = jnp.sum(jnp.any(values != 0, axis=1).astype(jnp.float32))
+            live = total(jnp.sum(jnp.any(values != 0, axis=1).astype(jnp.float32)), cut_axes(spec))
             count = live * values.shape[1]
-            columns = jnp.sqrt(jnp.sum(jnp.square(values), axis=0) / jnp.maximum(live, 1.0)) / (UPDATE_RMS * spec.lr_scale)
+            squares = total(jnp.sum(jnp.square(values), axis=0), cut_axes(spec))
+            columns = jnp.sqrt(squares / jnp.maximum(live, 1.0)) / (UPDATE_RMS * spec.lr_scale)
             residuals.append(jnp.where(live > 0, jnp.max(jnp.abs(columns - 1.0)), 0.0))
         counts[spec.family].append(count)
+        return jnp.sum(jnp.square(values))
 
-    map_specs(see, specs, updates)
+    squares = map_specs(square, specs, updates)
     found = {
-        f"update_rms.{family}": jnp.sqrt(sum(parts, start=jnp.float32(0)) / jnp.maximum(jnp.float32(sum(counts[family])), 1.0))
-        for family, parts in squares.items()
+        f"update_rms.{family}": jnp.sqrt(
+            _sum(specs, _select(specs, family, squares)) / jnp.maximum(jnp.float32(sum(counts[family])), 1.0)
+        )
+        for family in counts
     }
     if residuals:
         found["sinkhorn_residual"] = jnp.max(jnp.stack(residuals))

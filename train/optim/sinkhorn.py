@@ -1,5 +1,6 @@
 """Sinkhorn-balanced updates of embeddings, the head and n-gram tables (training §2.1-2.2)."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,9 @@ import optax
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from dsv41.params import ParamSpec, spec_leaves
+from dsv41.sharding import cut_axes, greatest, total
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.18
@@ -45,22 +49,26 @@ class ActiveRows:
     count: int = struct.field(pytree_node=False)
 
 
-def balance(x: Float[Array, "m n"], rest: Float[Array, ""] | float = 0.0, count: int | None = None) -> Float[Array, "m n"]:
+def balance(
+    x: Float[Array, "m n"], rest: Float[Array, ""] | float = 0.0, count: int | None = None, axes: Sequence[str] = ()
+) -> Float[Array, "m n"]:
     """Rows and columns of ``x`` scaled to RMS 1, ending on rows, as ``sqrt(n) diag(r) x diag(c)`` (training §2.2).
 
     Rows whose norm is at most 1e-3 of the mean norm over all rows, zero rows included, become zero. count: rows of the
-    whole table, where ``x`` holds some of them; rest: sum of the norms of the others, which are to become zero.
+    whole table, where ``x`` holds some of them; rest: sum of the norms of the others, which are to become zero. axes: of the
+    mesh, over which the rows are cut.
     """
-    largest = jnp.max(jnp.abs(x))
+    largest = greatest(jnp.max(jnp.abs(x)), axes)
     largest = jnp.where(largest > 0, largest, 1.0)
     x = x / largest
     norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=1))
-    mean = (jnp.sum(norms) + rest / largest) / (count or x.shape[0])
+    mean = (total(jnp.sum(norms), axes) + rest / largest) / (count or x.shape[0])
     r = jnp.where(norms > _LIVE * mean, 1.0, 0.0)
     c = jnp.ones(x.shape[1], jnp.float32)
 
     def rescale(scale: Array, r: Array, c: Array, axis: int) -> Array:
-        norm = jnp.sqrt(jnp.sum(jnp.square(r[:, None] * x * c[None, :]), axis=axis))
+        norm = jnp.sum(jnp.square(r[:, None] * x * c[None, :]), axis=axis)
+        norm = jnp.sqrt(norm if axis else total(norm, axes))
         # A column of zeros stays zero under any scale, and 1/eps twice in a row is not a float32.
         return jnp.where(norm > 0, scale / (norm + _EPS), 0.0)
 
@@ -114,12 +122,13 @@ def update_active(state: ActiveRows, gradient: Rows) -> tuple[Rows, ActiveRows]:
     return Rows(ids, direction), ActiveRows(Rows(ids[kept], momentum[kept]), rest, lost, count)
 
 
-def sinkhorn(capacity: Any = None) -> optax.GradientTransformation:
+def sinkhorn(capacity: Any = None, specs: Any = None) -> optax.GradientTransformation:
     """Balanced Nesterov momentum over a tree of tables ``[rows, width]`` float32 (training §2.1).
 
     The update is the direction to descend, to be multiplied by minus the learning rate: live rows have RMS 0.18. There
     is no decay. A gradient may be `Rows`, the others being zero. capacity: a like tree of numbers, or None for one with
-    momentum of every row; else of so many rows, whose gradient and update are `Rows`.
+    momentum of every row; else of so many rows, whose gradient and update are `Rows`. specs: a like tree of `ParamSpec`, which
+    says how the tables lie on a mesh.
     """
 
     def init(params: Any) -> SinkhornState:
@@ -132,15 +141,17 @@ def sinkhorn(capacity: Any = None) -> optax.GradientTransformation:
             return (MOMENTUM * m).at[g.ids].add((1 - MOMENTUM) * g.values, mode="drop")
         return MOMENTUM * m + (1 - MOMENTUM) * g
 
-    def one(momentum: Any, gradient: Any) -> tuple[Any, Any]:
+    def one(momentum: Any, gradient: Any, spec: ParamSpec | None) -> tuple[Any, Any]:
         if isinstance(momentum, ActiveRows):
             return update_active(momentum, gradient)
         momentum = average(momentum, gradient)
-        return UPDATE_RMS * balance(average(momentum, gradient)), momentum
+        count, axes = (spec.shape[0], cut_axes(spec)) if spec else (None, ())
+        return UPDATE_RMS * balance(average(momentum, gradient), 0.0, count, axes), momentum
 
     def update(gradients: Any, state: SinkhornState, params: Any = None) -> tuple[Any, SinkhornState]:
         leaves, form = jax.tree.flatten(state.momentum, is_leaf=lambda x: isinstance(x, ActiveRows))
-        both = [one(*pair) for pair in zip(leaves, form.flatten_up_to(gradients), strict=True)]
+        described = spec_leaves(specs) if specs is not None else [None] * len(leaves)
+        both = [one(*three) for three in zip(leaves, form.flatten_up_to(gradients), described, strict=True)]
         directions, momenta = (form.unflatten(part) for part in zip(*both, strict=True)) if both else (gradients, state.momentum)
         return directions, SinkhornState(momenta)
 
