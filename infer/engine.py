@@ -21,9 +21,12 @@ from infer.allocator import PageAllocator
 from infer.continuation import Continuation, check_prompt
 from infer.device import ENDS, Device
 from infer.model import Model
+from infer.prefix import PrefixCache
+from infer.reuse import Reuse, Start
 from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Drawn
 
+PATIENCE = 1.0  # seconds for which a prompt waits for its blocks to be read
 MOST_LIKELIEST = 20  # alternatives of each token that a request may ask for
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -96,7 +99,10 @@ class Metrics:
 
 @dataclass(eq=False)
 class _Job:
-    """A request on its way. filled: tokens of its prompt in the cache; known: of what it said, tokens that its slot has made."""
+    """A request on its way. filled: tokens of its prompt in the cache; known: of what it said, tokens that its slot has made.
+
+    start: what of its prompt is known from others.
+    """
 
     id: int
     request: Request
@@ -112,6 +118,7 @@ class _Job:
     known: int = 0
     told: int = 0
     cached: int = 0
+    start: Start = field(default_factory=Start)
     broken: bool = False
 
     @property
@@ -135,7 +142,10 @@ class Engine:
     slots: requests at once. longest: tokens that a request may have, the model's own where not given. page: tokens of a page;
     pages: of the pool, by default for the longest requests in all slots. chunks: widths of prefill chunks; budget: tokens of
     chunks beside one block of decode steps, the widest chunk where not given; block: decode steps of a block, of which there is
-    one step alone while prompts are being filled. clock: seconds.
+    one step alone while prompts are being filled. clock: seconds. prefix: of the same model, policy and replay, with blocks of a
+    page: prompts begin with the pages of others, with blocks of its store and with its snapshots of windows, and what they leave
+    stays in pages until those are wanted. What a request gets then depends on what was found, by rounding, and where the replay
+    is bounded by its approximation.
     """
 
     def __init__(
@@ -152,6 +162,7 @@ class Engine:
         budget: int | None = None,
         block: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        prefix: PrefixCache | None = None,
     ):
         room = model.config.max_position_embeddings
         self.model, self.longest, self.page = model, room if longest is None else longest, page
@@ -161,8 +172,12 @@ class Engine:
         pages = slots * -(-self.longest // page) if pages is None else pages
         if pages < 1:
             raise UserError(f"pages: found {pages}, allowed is 1 or more")
-        self.device = Device(model, policy or Policy(), decoder_replay, slots, pages, page, self.longest, chunks, MOST_LIKELIEST)
+        if prefix is not None and prefix.block != page:
+            raise UserError(f"page: found {page} beside blocks of {prefix.block}, allowed is the same number of tokens")
+        sizes = slots, pages, page, self.longest, chunks
+        self.device = Device(model, policy or Policy(), decoder_replay, *sizes, MOST_LIKELIEST, prefix is not None)
         self.allocator = PageAllocator(pages)
+        self._reuse = Reuse(prefix, self.device, self.allocator)
         self._ends, self._block, self._clock = {model.config.eos_token_id}, block, clock
         self._budget = chunks[-1] if budget is None else budget
         self._slots: list[_Job | None] = [None] * slots
@@ -221,6 +236,7 @@ class Engine:
             aborted, self._aborted = self._aborted, set()
         for job in arrived:
             self._jobs[job.id] = job
+            job.start = self._reuse.look_up(job.prompt)
             bisect.insort(self._waiting, job, key=lambda job: job.rank)
         worked = bool(self._jobs)
         for id in sorted(aborted & self._jobs.keys()):
@@ -258,15 +274,23 @@ class Engine:
         """Gives slots and pages to those that wait, in rank; none overtakes another, but takes the place of a lower priority."""
         while self._waiting:
             job = self._waiting[0]
+            if job.start.reading and self._clock() - job.arrived < PATIENCE:
+                return
             # One that had to go comes back only where it can go on.
             need = self._count(len(job.prompt) + len(job.said.ids) + 1)
             running = self._running()
+            shared = self._reuse.adopt(job.start, job.prompt)
+            need -= len(shared)
             # Each of those that run may soon want one more, and would take it from the newcomer.
-            if None in self._slots and self.allocator.free >= need + len(running):
+            if None in self._slots and self._reuse.free(need + len(running)):
                 self._waiting.pop(0)
-                job.slot, job.pages = self._slots.index(None), self.allocator.take(need) or []
+                job.slot, job.pages = self._slots.index(None), shared + (self.allocator.take(need) or [])
                 self._slots[job.slot] = job
-            elif running and running[-1].request.priority > job.request.priority:
+                self._reuse.begin(job.start, job.slot, job.pages, len(shared))
+                job.filled, job.cached = job.start.hit.start, job.start.hit.kept
+                continue
+            self.allocator.release(shared)
+            if running and running[-1].request.priority > job.request.priority:
                 self._preempt(running[-1])
             else:
                 return
@@ -278,7 +302,7 @@ class Engine:
         """Pages for so many tokens of a job, if need be of those behind it in rank; False where it had to go itself."""
         need = self._count(tokens) - len(job.pages)
         while need > 0:
-            if (pages := self.allocator.take(need)) is not None:
+            if self._reuse.free(need) and (pages := self.allocator.take(need)) is not None:
                 job.pages += pages
                 break
             last = self._running()[-1]
@@ -301,6 +325,8 @@ class Engine:
 
     def _end(self, job: _Job, finish: Finish, text: str = "", error: str | None = None) -> None:
         """Takes a job out of wherever it is and tells its last event."""
+        if job.decoding and job.slot is not None and finish != "error":
+            self._reuse.publish(job.start, job.slot, job.pages, [*job.prompt, *job.said.ids])
         if job.slot is None:
             self._waiting.remove(job)
         self._leave(job)
@@ -368,10 +394,12 @@ class Engine:
             # Its cache was donated.
             for job in self._running():
                 if job in jobs:
+                    self._reuse.failed(job.start)
                     self._end(job, "error", error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 else:
                     self._preempt(job)
             self.device.reset()
+            self._reuse.forget()
             return None
 
     def _fill(self) -> bool:
@@ -381,12 +409,14 @@ class Engine:
             while job.slot is not None and not job.decoding and (budget > 0 or not any_):
                 request, before = job.request, job.filled
                 args = job.slot, job.prompt, before, job.pages, request.sampling, request.logprobs > 0
+                args = *args, job.start.hit, job.start.history
                 if (done := self._run([job], self.device.fill, *args)) is None:
                     return True
                 job.filled, drawn = done
                 any_ = True
                 budget -= job.filled - before
                 if job.decoding:
+                    self._reuse.publish(job.start, job.slot, job.pages, job.prompt)
                     self._heard(job, self._take(job, drawn, (0,)))
         return any_
 

@@ -46,6 +46,9 @@ class Hit:
     windows: Any = None
 
 
+NO_HIT = Hit()
+
+
 class BlockMover:
     """Moves blocks between a cache and the host, a fixed number at once, so that two programs do it."""
 
@@ -98,7 +101,7 @@ class PrefixCache:
         self.mover = BlockMover(self.config, self.block)
         # Decoder windows differ with the replay; the blocks are the encoder's alone.
         self._windows_of = decoder_replay.encode()
-        self._writer = ThreadPoolExecutor(1)
+        self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._waiting = 0
         self._count = threading.Lock()
 
@@ -126,6 +129,12 @@ class PrefixCache:
         if found:
             self._behind(self.store.touch, keys[: first + len(found)])
         return found
+
+    def load_behind(self, keys: Sequence[bytes], ids: Sequence[int], first: int) -> Future[list[Blocks]] | None:
+        """`load` in a thread of its own; None where there is nothing to look for."""
+        if self.store is None or not self.store.on or first >= len(keys):
+            return None
+        return self._reader.submit(self.load, [*keys], [*ids], first)
 
     def save(self, keys: Sequence[bytes], ids: Sequence[int], first: int, blocks: Sequence[Blocks]) -> None:
         """Writes blocks from number ``first`` on, behind; those that are there stay as they are."""
@@ -157,6 +166,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what waits and closes the store."""
+        self._reader.shutdown()
         self._writer.shutdown()
         if self.store is not None:
             self.store.close()
@@ -186,7 +196,7 @@ class PrefixCache:
             # The last token runs again for its logits; its row in the ring is not one that it reads.
             if found is not None and min(found[0], end - 1) >= start:
                 best = Hit(found[0], min(found[0], end - 1), 0, found[1])
-        return best if best.start >= self.block else Hit()
+        return best if best.start >= self.block else NO_HIT
 
     def history(self, ids: Sequence[int], hit: Hit) -> np.ndarray:
         """See `dsv41.restore.history_at`."""

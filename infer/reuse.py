@@ -1,0 +1,110 @@
+"""What the engine's requests take over from earlier ones, and leave to later ones (serving §4): pages, blocks, windows."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsv41.restore import Blocks
+from infer.allocator import PageAllocator
+from infer.device import Device
+from infer.prefix import NO_HIT, Hit, PrefixCache
+from infer.trie import BlockTrie
+
+
+@dataclass(eq=False)
+class Start:
+    """Where a prompt goes on. keys: of its blocks; found: those from number ``ahead`` on, as they are read from the store."""
+
+    keys: list[bytes] = field(default_factory=list)
+    ahead: int = 0
+    found: Future[list[Blocks]] | None = None
+    hit: Hit = NO_HIT
+    history: np.ndarray | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether the store has not answered yet."""
+        return self.found is not None and not self.found.done()
+
+    def loaded(self) -> list[Blocks]:
+        """Blocks from number ``ahead`` on; those that have not come are not waited for."""
+        return [] if self.found is None or self.reading else self.found.result()
+
+
+class Reuse:
+    """Blocks in pages that stay until they are wanted, in the store and the snapshots of ``prefix``; without it, nothing."""
+
+    def __init__(self, prefix: PrefixCache | None, device: Device, allocator: PageAllocator):
+        self._prefix, self._device, self._allocator = prefix, device, allocator
+        self._trie = BlockTrie()
+
+    def look_up(self, prompt: list[int]) -> Start:
+        """Begins to read what the store has of a prompt beyond the pages that are there."""
+        if self._prefix is None:
+            return Start()
+        keys = self._prefix.keys(prompt)
+        ahead = len(self._trie.match(keys))
+        return Start(keys, ahead, self._prefix.load_behind(keys, prompt, ahead))
+
+    def adopt(self, start: Start, prompt: list[int]) -> list[int]:
+        """Decides where a prompt goes on; the pages of others that it begins with, held for it."""
+        if self._prefix is None:
+            return []
+        shared = self._trie.match(start.keys)
+        # Pages may have gone since it came; then what was read has no place to go on from.
+        blocks = max(len(shared), start.ahead + len(start.loaded())) if len(shared) >= start.ahead else len(shared)
+        start.hit = self._prefix.hit(start.keys, prompt, blocks)
+        start.history = self._prefix.history(prompt, start.hit)
+        shared = shared[: start.hit.kept // self._prefix.block]
+        self._allocator.share(shared)
+        return shared
+
+    def begin(self, start: Start, slot: int, pages: list[int], shared: int) -> None:
+        """Puts what a prompt begins with, beyond its first ``shared`` pages, into its slot and its other pages."""
+        prefix, device, hit = self._prefix, self._device, start.hit
+        if prefix is None or not hit.kept:
+            return
+        whole = hit.kept // prefix.block
+        blocks, places = start.loaded()[shared - start.ahead : whole - start.ahead], pages[shared:whole]
+        if hit.windows is not None:
+            windows, begun = hit.windows
+            device.put_windows(slot, windows)
+            if begun is not None:
+                blocks, places = [*blocks, begun], [*places, pages[whole]]
+        if places:
+            device.cache = prefix.mover.put(device.cache, places, blocks)
+
+    def publish(self, start: Start, slot: int, pages: list[int], ids: list[int]) -> None:
+        """Leaves what a slot holds of ``ids``, tokens of a request from its first on, to those that begin so."""
+        if (prefix := self._prefix) is None:
+            return
+        # Behind a stop string a slot may have run on, and its windows with it.
+        consumed = self._device.length(slot)
+        done = ids[:consumed]
+        keys = prefix.keys(done)
+        kept = self._trie.add(keys, pages[: len(keys)])
+        self._allocator.share(kept)
+        first = max(len(keys) - len(kept), start.hit.kept // prefix.block)
+        if prefix.store is not None and prefix.store.on:
+            prefix.save(keys, done, first, prefix.mover.take(self._device.cache, pages[first : len(keys)]))
+        if prefix.windows is not None and consumed <= len(ids):
+            begun = pages[len(keys) : len(keys) + 1] if consumed % prefix.block else []
+            blocks = prefix.mover.take(self._device.cache, begun)
+            prefix.keep_windows(done, (self._device.windows(slot), blocks[0] if blocks else None))
+
+    def free(self, count: int) -> bool:
+        """Whether so many pages are free, need be for giving up blocks that no request holds."""
+        lacking = count - self._allocator.free
+        if lacking > 0:
+            self._allocator.release(self._trie.evict(lacking, lambda page: self._allocator.holders(page) == 1))
+        return self._allocator.free >= count
+
+    def failed(self, start: Start) -> None:
+        """Removes what a prompt began with from the store, as its prefill failed."""
+        if self._prefix is not None and start.hit.kept:
+            self._prefix.drop(start.keys[: start.hit.kept // self._prefix.block])
+
+    def forget(self) -> None:
+        """Gives up all pages: their rows are lost."""
+        self._allocator.release(self._trie.clear())
