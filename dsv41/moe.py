@@ -15,6 +15,8 @@ from kernels_pallas import registry
 from kernels_pallas.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from kernels_pallas.grouped_matmul.reference import values
 
+_COUNTED = 256  # so few items find their places by comparing all: two kernels on a GPU where sorting and scattering take more
+
 
 @struct.dataclass
 class Routing:
@@ -50,6 +52,17 @@ def route(
 def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
     hidden = swiglu(linear(x, w.w1), linear(x, w.w3), limit)
     return linear(hidden.astype(x.dtype), w.w2)
+
+
+def _sorted(expert: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Items by expert, equal ones as they come: which item is at each place, and at which place each item is."""
+    items = jnp.arange(expert.size, dtype=jnp.int32)
+    if expert.size > _COUNTED:
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        return order, jnp.zeros_like(items).at[order].set(items, unique_indices=True)
+    before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (items[None] < items[:, None]))
+    place = jnp.sum(before.astype(jnp.int32), axis=1)
+    return jnp.sum(jnp.where(place[None] == items[:, None], items[None], 0), axis=1), place
 
 
 @jax.custom_vjp
@@ -120,9 +133,8 @@ def grouped_experts(
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
         return jnp.sum(jnp.where(live[:, None, None], out, 0.0), axis=1)
     expert = jnp.where(live[:, None], ids, experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    order, place = _sorted(expert)
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    place = jnp.zeros((items,), jnp.int32).at[order].set(jnp.arange(items, dtype=jnp.int32), unique_indices=True)
     scale = _spread(weights.reshape(-1), order, place)
     hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
     return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv41.quant import ACTIVATION, E4M3_MAX
-from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS
-from kernels_pallas.mosaic import store
+from kernels_pallas.mega_mhc.update import COLS, ROWS
+from kernels_pallas.mosaic import store, two_views, views
 
 _MOST_CHUNKS = 24  # 64 x 64 bfloat16 each, beside 12 KiB of coefficients in 227 KiB of shared memory
 _ROW = plgpu.Layout.WGMMA
@@ -46,11 +46,12 @@ def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float) -> None:
+def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float, native: bool) -> None:
     p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, stats_gmem, x_gmem, *fp8 = refs
     splits, _, m = p_gmem.shape
     d = gain_gmem.shape[0]
     mixes, outs, chunks_s, barriers = scoped
+    flat_s, chunks_s = views(chunks_s, native)
     block = lax.axis_index("block")
     per_tile = blocks + 1
     row = lax.div(block, jnp.int32(per_tile)) * ROWS
@@ -113,7 +114,7 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
             return pl.ds((i * blocks + part) * COLS, COLS)
 
         def fetch(i, _):
-            plgpu.copy_gmem_to_smem(hat_gmem.at[token, col(i)], chunks_s.at[i], barriers.at[i])
+            plgpu.copy_gmem_to_smem(hat_gmem.at[token, col(i)], flat_s.at[i], barriers.at[i])
 
         lax.fori_loop(0, chunks, fetch, None)
         rms = lax.rsqrt(summed(1, layout.reduce(1)) / d + rms_eps)
@@ -130,7 +131,7 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
                 return
             chunks_s[i] = x
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(chunks_s.at[i], x_gmem.at[token, col(i)])
+            plgpu.copy_smem_to_gmem(flat_s.at[i], x_gmem.at[token, col(i)])
 
         lax.fori_loop(0, chunks, one_chunk, None)
         plgpu.wait_smem_to_gmem(0)
@@ -166,19 +167,18 @@ def finish(
     collapsed row's. p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``. fp8: x as
     E4M3 and, one more, its scale bytes ``[T, D / 32]``, both with T in whole tiles of 64.
     """
-    f32 = jnp.float32
+    f32, native = jnp.float32, not interpret
     t, d = hat.shape
     blocks = normalisers(d)
     chunks = d // COLS // blocks
-    transforms = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     widths = (n, n, n * n, p.shape[2] + 4)  # rows of whole 16 bytes
 
     def mega_mhc_finish(*refs):
         pl.run_scoped(
-            lambda *scoped: _kernel(refs, scoped, n=n, blocks=blocks, iters=iters, eps=eps, rms_eps=rms_eps),
+            lambda *scoped: _kernel(refs, scoped, n=n, blocks=blocks, iters=iters, eps=eps, rms_eps=rms_eps, native=native),
             plgpu.SMEM((ROWS, p.shape[2]), f32),
             tuple(plgpu.SMEM((ROWS, width), f32) for width in widths),
-            plgpu.SMEM((chunks, ROWS, COLS), jnp.bfloat16, transforms=transforms),
+            two_views((chunks, ROWS, COLS), native),
             plgpu.Barrier(num_barriers=chunks),
         )
 
