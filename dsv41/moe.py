@@ -54,7 +54,7 @@ def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
     return linear(hidden.astype(x.dtype), w.w2)
 
 
-def _sorted(expert: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+def by_expert(expert: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
     """Items by expert, equal ones as they come: which item is at each place, and at which place each item is."""
     items = jnp.arange(expert.size, dtype=jnp.int32)
     if expert.size > _COUNTED:
@@ -133,7 +133,7 @@ def grouped_experts(
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
         return jnp.sum(jnp.where(live[:, None, None], out, 0.0), axis=1)
     expert = jnp.where(live[:, None], ids, experts).reshape(-1)
-    order, place = _sorted(expert)
+    order, place = by_expert(expert)
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
     scale = _spread(weights.reshape(-1), order, place)
     hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
