@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 from jax.profiler import ProfileData
 
-from dsv41.config import ModelConfig, preset
+from dsv41.config import ModelConfig, preset, replace
 from dsv41.errors import UserError, nearest
 from dsv41.files import write_text
 from dsv41.numerics import Policy
@@ -45,7 +45,7 @@ class Options:
     """Times training steps."""
 
     preset: str = "toy"
-    """A named configuration."""
+    """A named configuration, or ``wide``: four layers of the release's width, with 16 experts of its size."""
     batch_size: int = 4
     """Rows a step."""
     length: int = 256
@@ -56,8 +56,17 @@ class Options:
     """What the backward pass computes again: none, attention and block, one after another."""
     repeats: int = 9
     """Steps that are timed; the median counts."""
+    index_loss: bool = True
+    """Whether the indexers learn."""
     out: Path | None = None
     """Also write the rows to this JSON file."""
+
+
+def configuration(name: str) -> ModelConfig:
+    """The model to time."""
+    if name != "wide":
+        return preset(name)
+    return replace(preset("slice"), moe_intermediate_size=2304, n_routed_experts=16, num_experts_per_tok=6)
 
 
 def place(op_name: str) -> tuple[str, str]:
@@ -111,20 +120,25 @@ def _batch(config: ModelConfig, options: Options) -> Batch:
     return jax.tree.map(jnp.asarray, Batch(ids, segments, *targets_and_weights(ids, segments)))
 
 
+def _named_one_by_one() -> dict[str, Any] | None:
+    """Compiler options: of a GPU's recorded graphs of kernels a trace does not say which operation each kernel is."""
+    return {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+
+
 def build(options: Options, remat: str) -> tuple[Any, float]:
     """The compiled step of one policy, and the seconds that took."""
-    config = preset(options.preset)
+    config = configuration(options.preset)
     fold = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram_compressed_vocab_size
-    step = make_train_step(config, Policy(DTYPES[options.dtype], remat=remat), fold, StepOptions())  # pyright: ignore
+    step = make_train_step(config, Policy(DTYPES[options.dtype], remat=remat), fold, StepOptions(index_loss=options.index_loss))  # pyright: ignore
     began = time.perf_counter()
     state = jax.eval_shape(lambda: init_state(config, 0))
-    compiled = step.lower(state, _batch(config, options), jnp.float32(0)).compile()  # pyright: ignore
+    compiled = step.lower(state, _batch(config, options), jnp.float32(0)).compile(_named_one_by_one())  # pyright: ignore
     return compiled, time.perf_counter() - began
 
 
 def measure(options: Options, remat: str, compiled: Any, compiling: float) -> dict[str, Any]:
     """The row of one policy: seconds a step, tokens a second, bytes, and seconds by scope and pass."""
-    config = preset(options.preset)
+    config = configuration(options.preset)
     batch, rate = _batch(config, options), jnp.float32(1e-3)
     memory = compiled.memory_analysis()
     state, metrics = jax.block_until_ready(compiled(init_state(config, 0), batch, rate))
@@ -142,6 +156,7 @@ def measure(options: Options, remat: str, compiled: Any, compiling: float) -> di
     row = {
         "preset": options.preset,
         "remat": remat,
+        "index_loss": options.index_loss,
         "dtype": options.dtype,
         "batch_size": options.batch_size,
         "length": options.length,

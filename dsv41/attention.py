@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dsv41.config import ModelConfig
 from dsv41.indexer import ids_to_mask
 from dsv41.layout import Layout
-from dsv41.numerics import Taps, linear, record, rms_norm, sink_softmax
+from dsv41.numerics import Taps, linear, product, record, rms_norm, sink_softmax
+from dsv41.pages import Pages, Rows, dense
 from dsv41.params import AttentionParams
 from dsv41.quant import MAIN_KV, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
@@ -102,7 +103,7 @@ def _window_scores(
 def attend(
     q: Float[Array, "B T H K"],
     window_rows: Float[Array, "B T K"],
-    entries: Array | None,
+    entries: Rows | None,
     ids: Int[Array, "B T k"] | None,
     sink: Float[Array, " H"],
     layout: Layout,
@@ -112,8 +113,8 @@ def attend(
 ) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T k"] | None]:
     """Outputs before the inverse RoPE, and each selected entry's probability summed over heads (§4.5).
 
-    entries: ``[B, S, K]`` values or stored bytes. ids: -1 padded entry numbers, each visible to its query. before: the
-    window's rows ahead of these. gather: which form; by shape if None.
+    entries: ``[B, S, K]`` values or stored bytes, or pages of them. ids: -1 padded entry numbers, each visible to its query.
+    before: the window's rows ahead of these. gather: which form; by shape if None.
     """
     batch, time, heads, width = q.shape
     scale = width**-0.5
@@ -129,13 +130,14 @@ def attend(
         gather = (size > 8 * k or time * k <= size) if gather is None else gather
         valid = ids >= 0 if gather else ids_to_mask(ids, entries.shape[1])
         if gather:
-            rows = jax.vmap(lambda e, i: e[i])(entries, jnp.maximum(ids, 0))
+            real = jnp.maximum(ids, 0)
+            rows = entries.take(real) if isinstance(entries, Pages) else jax.vmap(lambda e, i: e[i])(entries, real)
             rows = jnp.where(valid[..., None], row_values(rows, MAIN_KV, q.dtype), jnp.zeros((), q.dtype))
             far = _scores(q[:, :, None], rows)[:, :, 0]
         else:
             # An entry that no query selected may hold anything; zero times NaN would not be zero.
             used = jnp.any(valid, axis=1)[..., None]
-            rows = jnp.where(used, row_values(entries, MAIN_KV, q.dtype), jnp.zeros((), q.dtype))
+            rows = jnp.where(used, row_values(dense(entries), MAIN_KV, q.dtype), jnp.zeros((), q.dtype))
             far = _scores(q, rows)
         both = jnp.concatenate([local, far], axis=-1) * scale
         probs = sink_softmax(both, jnp.concatenate([local_mask, valid[:, :, None]], axis=-1), sink)
@@ -152,7 +154,7 @@ def attend(
 
 def kernel_arguments(
     q: Float[Array, "B T H K"],
-    entries: Array | None,
+    entries: Rows | None,
     ids: Int[Array, "B T k"] | None,
     rows: Array,
     row_ids: Int[Array, "B T w"],
@@ -160,7 +162,7 @@ def kernel_arguments(
 ) -> tuple:
     """A batch's attention as `sparse_attention` takes it: B T queries, and ids into pools of the whole batch.
 
-    entries ``[B, S, row]``, rows ``[B, R, row]``: values or stored bytes; ids into a row's own, -1 where there is none.
+    entries ``[B, S, row]`` or pages, rows ``[B, R, row]``: values or stored bytes; ids into a row's own, -1 where there is none.
     """
     batch, time = q.shape[:2]
     if entries is None or ids is None:
@@ -172,7 +174,9 @@ def kernel_arguments(
         first = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * pool.shape[1]
         return flat(jnp.where(numbers >= 0, numbers + first, -1))
 
-    return flat(q), flat(entries), numbered(ids, entries), flat(rows), numbered(row_ids, rows), sink
+    of_pages = isinstance(entries, Pages)
+    selected = (entries.flat(), flat(entries.places(ids))) if of_pages else (flat(entries), numbered(ids, entries))
+    return flat(q), *selected, flat(rows), numbered(row_ids, rows), sink
 
 
 def attend_row(
@@ -225,6 +229,5 @@ def project_out(
     record(taps, f"{name}.core", o)
     groups, rank = config.o_groups, config.o_lora_rank
     grouped = o.reshape(*o.shape[:2], groups, config.q_width // groups)
-    wo_a = params.wo_a.astype(o.dtype).reshape(groups, rank, -1)
-    u = _dot("btgi,gri->btgr", grouped, wo_a).astype(o.dtype)
+    u = product("btgi,gri->btgr", grouped, params.wo_a.reshape(groups, rank, -1))
     return linear(u.reshape(*o.shape[:2], groups * rank), params.wo_b)

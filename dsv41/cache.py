@@ -18,6 +18,7 @@ from dsv41.config import ModelConfig
 from dsv41.errors import UserError
 from dsv41.layout import Layout
 from dsv41.numerics import Policy, Taps
+from dsv41.pages import Pages, Rows
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan, layer_plans
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, row_values
@@ -31,14 +32,14 @@ from kernels_pallas.sparse_attention.api import sparse_attention
 class SourceCache:
     """What one kv source keeps of each request, until the request ends.
 
-    main_kv ``[B, S, row]``, index_k ``[B, S, row]``: entry g, of tokens ``g r .. g r + r - 1``, is row g; written once, when
-    its group is complete, and read by every layer of the source. tail_value, tail_score float32 ``[B, r - 1, K]``: the
-    compressor's projections of the last r - 1 tokens, oldest first, which the next token's group may need; float32 because
-    the group's softmax is; None at ratio 1.
+    main_kv ``[B, S, row]``, index_k ``[B, S, row]``, or pages of them: entry g, of tokens ``g r .. g r + r - 1``, is
+    row g; written once, when its group is complete, and read by every layer of the source. tail_value, tail_score float32
+    ``[B, r - 1, K]``: the compressor's projections of the last r - 1 tokens, oldest first, which the next token's group may
+    need; float32 because the group's softmax is; None at ratio 1.
     """
 
-    main_kv: jax.Array
-    index_k: jax.Array
+    main_kv: Rows
+    index_k: Rows
     tail_value: jax.Array | None
     tail_score: jax.Array | None
 
@@ -115,8 +116,12 @@ def put(rows: Array, new: Array, slots: Int[Array, "B n"]) -> Array:
     return rows.at[batch, slots].set(new, mode="drop")
 
 
-def append(rows: Array, x: Float[Array, "B n K"], slots: Int[Array, "B n"], fmt: Format, on: bool) -> Array:
-    """`put` of `stored` values."""
+def append(rows: Rows, x: Float[Array, "B n K"], slots: Int[Array, "B n"], fmt: Format, on: bool) -> Rows:
+    """`put` of `stored` values, in pages too."""
+    if isinstance(rows, Pages):
+        one = lambda a: a.reshape(1, -1, *a.shape[2:])  # noqa: E731
+        pool = append(rows.flat()[None], one(x), one(rows.places(slots)), fmt, on)
+        return replace(rows, pool=jnp.reshape(pool, rows.pool.shape))
     return quantize_append(rows, x, slots, fmt) if on else put(rows, x, slots)
 
 
@@ -152,7 +157,7 @@ def kernel_arguments(
     rows: Array,
     length: Int[Array, " B"],
     count: Int[Array, " B"],
-    entries: Array | None,
+    entries: Rows | None,
     ids: Int[Array, "B T k"] | None,
     sink: Float[Array, " H"],
     floor: Int[Array, "B T"] | None = None,

@@ -182,6 +182,15 @@ def _use_compilation_cache() -> None:
 
 
 def _bench(args: Bench) -> int:
+    if args.what in ("decode", "prefill", "serve"):
+        _use_compilation_cache()
+        from bench import serving
+
+        options = serving.Options(args.preset, args.checkpoint, args.batch, args.decoder_replay)
+        serving.run(args.what, args.words, args.out, options)
+        return 0
+    if args.preset is not None or args.checkpoint is not None or args.batch is not None:
+        raise UserError(f"{args.what}: found --preset, --checkpoint or --batch, allowed with decode, prefill and serve")
     from bench import kernels
 
     if args.what == "explain":

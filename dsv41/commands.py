@@ -9,14 +9,24 @@ import tyro
 
 @dataclass(frozen=True)
 class Bench:
-    """Time kernels beside their floors and peers, or say which implementation of an op runs and why."""
+    """Time kernels beside their floors and peers, steps of the engine, or say which implementation of an op runs and why."""
 
-    what: tyro.conf.Positional[Literal["kernels", "explain"]]
-    """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case."""
+    what: tyro.conf.Positional[Literal["kernels", "explain", "decode", "prefill", "serve"]]
+    """kernels: time the named ops, all without a name. explain: an op, then FIELD=VALUE of its case. decode: a step by context.
+    prefill: prompts, with the decoder on all their rows and on the last ones. serve: the engine under random requests."""
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Ops by name, such as sparse_attention; after explain also, for example, queries=128 heads=64."""
+    """Ops by name, such as sparse_attention; after explain also, for example, queries=128 heads=64; after decode and prefill
+    contexts, as 4k 16k; after serve how many requests."""
     out: Path | None = None
     """Also write the times to this JSON file."""
+    preset: str | None = None
+    """Of decode, prefill and serve: random weights of toy (default), small or slice, or of forty, all layers at toy's widths."""
+    checkpoint: Path | None = None
+    """The folder of a run, in place of a preset."""
+    batch: int | None = None
+    """Requests at once: 1 in decode and 8 in serve where not given."""
+    decoder_replay: Literal["full", "bounded", "halo"] = "bounded"
+    """Rows of a prompt for the decoder layers, as in generate."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The indexer: keys, scores, the candidate pool and stable top-k, as pure functions (architecture §7)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +12,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dsv41.config import ModelConfig
 from dsv41.layout import causal_mask
-from dsv41.numerics import Policy, Taps, linear, record, rms_norm
+from dsv41.numerics import Policy, Taps, linear, product, record, rms_norm
 from dsv41.params import IndexerParams
 from dsv41.quant import INDEX_KEY, fake_quant, row_values
 from dsv41.rope import layer_frequencies, rotate, rotate_heads
 
 Select = Callable[[Array, int], Array]  # `select` or what does the same
 SELECTED = "selected"  # what a backward pass that computes a layer again takes from the forward pass
-PICKED_BYTES = 64 << 20  # of selected keys at once, as float32
+PICKED_BYTES = 64 << 20  # of selected keys, or of scores of a head, at once, as float32
+ALL_KEYS = 32  # one of so many keys selected, or more: all are scored
 
 
 def index_keys(
@@ -63,9 +65,8 @@ def key_scores(
     keys: values or stored bytes, ``[B, S, KI]`` for all queries or ``[B, T, S, KI]`` for each its own; dtype: of q and k.
     """
     values, q = row_values(keys, INDEX_KEY, dtype), q.astype(dtype)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     equation = "bthk,bsk->bths" if keys.ndim == 3 else "bthk,btsk->bths"
-    dots = jnp.einsum(equation, q, values, precision=precision, preferred_element_type=jnp.float32)
+    dots = product(equation, q, values, jnp.float32)
     return jnp.einsum("bths,bth->bts", jax.nn.relu(dots), weights.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
@@ -157,15 +158,26 @@ def selection(
 def picked_scores(
     q: Float[Array, "B T H KI"], weights: Float[Array, "B T H"], keys: Array, ids: Int[Array, "B T k"]
 ) -> Float32[Array, "B T k"]:
-    """`key_scores` of the entries that ``ids`` names alone; -1 reads entry 0. Their keys are never all there at once."""
+    """`key_scores` of the entries that ``ids`` names; -1 reads entry 0. Some queries at a time, scored anew for gradients.
+
+    A selection of more than 1 in `ALL_KEYS` is taken from the scores of all entries: fetched keys' gradients go back by additions
+    to one memory that wait for one another, the gradient of all keys is a product.
+    """
+    fetch = ids.shape[2] * ALL_KEYS < keys.shape[1]
+    dtype = operand_dtype(q, keys)
+    # So that the parts' gradients are summed in float32.
+    keys = keys if keys.dtype == jnp.uint8 else keys.astype(jnp.float32)
 
     @jax.checkpoint
-    def part(queries: tuple[Array, Array, Array]) -> Array:
+    def part(keys: Array, queries: tuple[Array, Array, Array]) -> Array:
         q, weights, ids = queries
-        return key_scores(q, weights, jax.vmap(lambda k, i: k[i])(keys, jnp.maximum(ids, 0)), operand_dtype(q, keys))
+        ids = jnp.maximum(ids, 0)
+        if fetch:
+            return key_scores(q, weights, jax.vmap(lambda k, i: k[i])(keys, ids), dtype)
+        return jnp.take_along_axis(key_scores(q, weights, keys, dtype), ids, axis=-1)
 
-    row = ids.shape[0] * ids.shape[2] * q.shape[3] * 4
-    return by_queries(part, (q, weights, ids), max(1, PICKED_BYTES // max(row, 1)))
+    row = ids.shape[0] * 4 * (ids.shape[2] * q.shape[3] if fetch else q.shape[2] * keys.shape[1])
+    return by_queries(partial(part, keys), (q, weights, ids), max(1, PICKED_BYTES // max(row, 1)))
 
 
 def operand_dtype(q: Array, keys: Array) -> Any:

@@ -1,6 +1,7 @@
 """Dtype policy and the small numeric pieces every step shares: linear, RMSNorm, clamped SwiGLU, softmax with a sink."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -38,11 +39,41 @@ def record(taps: Taps | None, name: str, value: Any) -> None:
         taps[name] = value
 
 
-def linear(x: Float[Array, "*s i"], weight: Float[Array, "o i"], dtype: Any = None) -> Float[Array, "*s o"]:
-    """``x W^T`` in ``dtype`` (default ``x``'s); float32 runs at full precision on every backend."""
-    dtype = x.dtype if dtype is None else dtype
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x.astype(dtype), weight.astype(dtype), precision=precision)
+def product(equation: str, x: Array, weight: Array, out: Any = None) -> Array:
+    """``einsum(equation, x, weight)`` with ``weight`` in ``x``'s dtype, summed in float32, in ``out`` (default ``x``'s dtype).
+
+    float32 runs at full precision on every backend. Below it, gradients are products in that dtype too, whatever ``out`` is, and
+    a weight's has the weight's own dtype: a float32 master is given float32 sums (training §1.2).
+    """
+    out = x.dtype if out is None else out
+    if x.dtype == jnp.float32:
+        return jnp.einsum(equation, x, weight.astype(x.dtype), precision=lax.Precision.HIGHEST, preferred_element_type=out)
+    return _narrow(equation, jnp.dtype(out), x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _narrow(equation: str, out: Any, x: Array, weight: Array) -> Array:
+    return jnp.einsum(equation, x, weight.astype(x.dtype), preferred_element_type=out)
+
+
+def _narrow_forward(equation: str, out: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _narrow(equation, out, x, weight), (x, weight)
+
+
+def _narrow_backward(equation: str, out: Any, kept: tuple[Array, Array], ct: Array) -> tuple[Array, Array]:
+    (x, weight), [a, b, c] = kept, equation.replace("->", ",").split(",")
+    ct = ct.astype(x.dtype)
+    of_x = jnp.einsum(f"{c},{b}->{a}", ct, weight.astype(x.dtype))
+    return of_x, jnp.einsum(f"{c},{a}->{b}", ct, x, preferred_element_type=weight.dtype)
+
+
+_narrow.defvjp(_narrow_forward, _narrow_backward)
+
+
+def linear(x: Float[Array, "*s i"], weight: Float[Array, "o i"], dtype: Any = None, out: Any = None) -> Float[Array, "*s o"]:
+    """``x W^T`` with factors of ``dtype`` (default ``x``'s), as `product` has it."""
+    x = x if dtype is None else x.astype(dtype)
+    return product("ti,oi->to", x.reshape(-1, x.shape[-1]), weight, out).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def rms_norm(x: Float[Array, "*s d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*s d"]:

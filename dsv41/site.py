@@ -20,6 +20,7 @@ from dsv41 import attention, compress, indexer
 from dsv41.config import ModelConfig
 from dsv41.layout import Layout, visible_entries
 from dsv41.numerics import Policy, Taps, record
+from dsv41.pages import Pages, Rows, dense
 from dsv41.params import AttentionParams
 from dsv41.plan import LayerPlan
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV, Format, fake_quant, pack_rows
@@ -32,13 +33,13 @@ class Shared:
     """What a layer publishes for those that follow: main KV, index keys, selected ids, candidate pool.
 
     Carried from block to block, so that gradients of every reader sum at the owner. main_kv ``[B, S, K]``, index_k
-    ``[B, S, KI]``: values, or the bytes that the cache stores. ids ``[B, T, k]``: entry numbers, -1 behind them. pool
-    ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student, mass ``[B, T, k]``: the selection's scores
+    ``[B, S, KI]``: values, or the bytes that the cache stores, in pages or not. ids ``[B, T, k]``: entry numbers, -1 behind
+    them. pool ``[B, T, n]``: numbers of candidate blocks, -1 behind them. student, mass ``[B, T, k]``: the selection's scores
     and the sum of its readers' `indexer.teacher`, where the policy wants the mean over them.
     """
 
-    main_kv: jax.Array | None = None
-    index_k: jax.Array | None = None
+    main_kv: Rows | None = None
+    index_k: Rows | None = None
     ids: jax.Array | None = None
     pool: jax.Array | None = None
     student: jax.Array | None = None
@@ -84,7 +85,7 @@ def publish(
     policy: Policy,
     taps: Taps | None,
     form: Former = quantized,
-) -> tuple[Array, Array]:
+) -> tuple[Rows, Rows]:
     """Main KV entries ``[B, S, K]`` and index keys ``[B, S, KI]`` of new latents at their groups' positions (§5, §7)."""
     name = f"layers.{plan.layer}"
     record(taps, f"{name}.attn.latent", latent)
@@ -122,25 +123,28 @@ def choose(
     queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
     seen = visible_entries(layout, plan.ratio)
     keys: Any = shared.index_k
+    table = keys.table if isinstance(keys, Pages) else None
     pool: Any = shared.pool if plan.pool == "consumes" and policy.candidate_pool else None
     keep = config.candidate_topk_blocks if plan.pool == "publishes" else 0
     options = {"k": config.index_topk, "keep": keep, "block": config.candidate_block_size}
     form = partial(stored_keys, on=policy.quantize_index)
-    arrays = (*queries, jax.eval_shape(form, keys), *seen, None, pool)
+    arrays = (*queries, jax.eval_shape(form, keys), *seen, table, pool)
     if taps is None and registry.choose("index_topk", "auto", *arrays, **options).impl != "reference":
         if pool is not None and pool.shape[-1] * options["block"] >= keys.shape[1]:
             pool = None  # Every visible block is in it.
         fixed = lax.stop_gradient((*queries, form(keys)))
-        ids, blocks = checkpoint_name(index_topk(*fixed, *seen, pool=pool, **options), indexer.SELECTED)
-        picked = indexer.picked_scores(*queries, keys, ids)
+        ids, blocks = checkpoint_name(index_topk(*fixed, *seen, table, pool, **options), indexer.SELECTED)
+        picked = indexer.picked_scores(*queries, dense(keys), ids)
     else:
         options |= {"gather": gather, "taps": taps, "name": name}
-        ids, blocks, picked = indexer.selection(*queries, keys, *seen, pool, **options)
+        ids, blocks, picked = indexer.selection(*queries, dense(keys), *seen, pool, **options)
     return replace(shared, ids=ids, pool=blocks if keep else shared.pool), picked
 
 
-def stored_keys(keys: Array, on: bool) -> Array:
-    """Index keys as bytes, where they are quantised but held as values, as in a full sequence."""
+def stored_keys(keys: Rows, on: bool) -> Array:
+    """Index keys, or their pool, as bytes where they are quantised but held as values, as in a full sequence."""
+    if isinstance(keys, Pages):
+        return keys.pool
     return pack_rows(keys, INDEX_KEY) if on and keys.dtype != jnp.uint8 else keys
 
 

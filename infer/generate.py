@@ -7,7 +7,7 @@ and drops what the block made past it.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -17,18 +17,14 @@ import numpy as np
 
 from dsv41.cache import Cache, cache_bytes, init_cache
 from dsv41.errors import UserError
-from dsv41.model import extend
 from dsv41.numerics import Policy
-from dsv41.prefill import decoder_layers, halo_rows, prefill
-from infer.detokenize import StopStrings, StreamDecoder
+from infer.continuation import Continuation, check_prompt
 from infer.model import Model
-from infer.sampling import Sampling, SamplingRows, check_text, sample, sampling_rows
+from infer.sampling import Sampling, check_text, sample, sampling_rows
+from infer.steps import CHUNKS, DecoderReplay, Steps, chunk_width
 
-CHUNKS = (16, 64, 256)  # widths of prefill chunks; a shorter rest is padded to the next one
 SMALLEST_CAPACITY = 64
-BLOCK = 16  # decode steps between two looks of the host
 OnText = Callable[[int, str], None]
-DecoderReplay = Literal["full", "bounded", "halo"]
 
 
 @dataclass(frozen=True)
@@ -62,41 +58,6 @@ class Speed:
         )
 
 
-@dataclass
-class _Request:
-    """A request on its way: what it has said so far and what is held back."""
-
-    sampling: Sampling
-    decoder: StreamDecoder
-    stops: StopStrings
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    finish: Literal["stop", "length"] | None = None
-
-    def take(self, token: int, logprob: float, ends: set[int]) -> str:
-        """Accounts for a sampled token; the text that is final now."""
-        if token in ends or token in self.sampling.stop_ids:
-            return self._end("stop")
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        said, stopped = self.stops.push(self.decoder.push(token))
-        self.text += said
-        if stopped:
-            self.finish = "stop"
-            return said
-        return said + (self._end("length") if len(self.ids) == self.sampling.max_new_tokens else "")
-
-    def _end(self, finish: Literal["stop", "length"]) -> str:
-        said, stopped = self.stops.push(self.decoder.flush())
-        if not stopped:
-            rest, stopped = self.stops.flush()
-            said += rest
-        self.text += said
-        self.finish = "stop" if stopped else finish
-        return said
-
-
 def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
     """The next power of two from ``smallest`` on, raised to a multiple."""
     return -(-max(smallest, 1 << (n - 1).bit_length()) // multiple) * multiple
@@ -105,53 +66,25 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
 class Generator:
     """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
-    decoder_replay: the rows of a prompt that its decoder layers run (`dsv41.prefill`): ``full`` all, ``bounded`` the last
-    window's, ``halo`` as many as it takes for the same result as of all. `UserError` where the model has no decoder half.
+    decoder_replay: see `Steps`.
     """
 
     def __init__(self, model: Model, policy: Policy | None = None, decoder_replay: DecoderReplay = "full"):
         self.model, self.policy = model, policy or Policy()
-        if decoder_replay != "full" and not decoder_layers(model.config):
-            raise UserError(f"decoder_replay: found {decoder_replay!r}, allowed is 'full' for a model without a decoder half")
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
-        config, policy, fold = model.config, self.policy, jnp.asarray(model.token_map, jnp.int32)
-
-        self._rows = {"bounded": config.sliding_window, "halo": halo_rows(config)}.get(decoder_replay)
+        steps = self._steps = Steps(model, self.policy, decoder_replay)
 
         def fill(
-            rows: int | None, params: Any, cache: Cache, ids: jax.Array, live: jax.Array, end: jax.Array, last: jax.Array
+            early: bool, params: Any, cache: Cache, ids: jax.Array, live: jax.Array, end: jax.Array, last: jax.Array
         ) -> tuple[jax.Array, Cache]:
-            if rows is None:
-                logits, cache = extend(params, config, policy, cache, ids, live, fold)
-            else:
-                logits, cache = prefill(params, config, policy, cache, ids, live, fold, end, rows)
+            logits, cache = steps.fill(params, cache, ids, live, end, early)
             return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
-        def decode(
-            params: Any, cache: Cache, tokens: jax.Array, left: jax.Array, ends: jax.Array, rows: SamplingRows
-        ) -> tuple[Any, Any, Cache, Any]:
-            def more(state: tuple) -> jax.Array:
-                return (state[0] < BLOCK) & jnp.any(state[3] > 0)
-
-            def step(state: tuple) -> tuple:
-                at, cache, tokens, left, made, logprobs = state
-                live = left > 0
-                logits, cache = extend(params, config, policy, cache, tokens[:, None], live[:, None], fold)
-                tokens, logprob = sample(logits, cache.length, rows)
-                made, logprobs = made.at[at].set(jnp.where(live, tokens, -1)), logprobs.at[at].set(logprob)
-                ended = jnp.any(tokens[:, None] == ends, axis=1)
-                return at + 1, cache, tokens, jnp.where(live & ~ended, left - 1, 0), made, logprobs
-
-            made = jnp.full((BLOCK, tokens.shape[0]), -1, jnp.int32)
-            state = (jnp.zeros((), jnp.int32), cache, tokens, left, made, jnp.zeros(made.shape, jnp.float32))
-            _, cache, tokens, _, made, logprobs = jax.lax.while_loop(more, step, state)
-            return made, logprobs, cache, tokens
-
         self._functions = {
-            "encode": (partial(fill, 0), 1),
-            "prefill": (partial(fill, self._rows), 1),
-            "decode": (decode, 1),
+            "encode": (partial(fill, True), 1),
+            "prefill": (partial(fill, False), 1),
+            "decode": (steps.decode, 1),
             "first": (sample, ()),
         }
 
@@ -173,20 +106,10 @@ class Generator:
 
     def check(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
         """Raises `UserError` for prompts (BOS included) that cannot be continued."""
-        vocab, room = self.model.config.vocab_size, self.model.config.max_position_embeddings
         if not prompts:
             raise UserError("prompt: found none, allowed is one or more")
         for n, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
-            if not len(ids):
-                raise UserError(f"prompt {n}: found nothing, allowed is text of at least one token")
-            if len(ids) + sampling.max_new_tokens > room:
-                raise UserError(
-                    f"prompt {n}: found {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens},"
-                    f" allowed is {room} together"
-                )
-            for token in ids:
-                if not 0 <= token < vocab:
-                    raise UserError(f"prompt {n}: found token id {token}, allowed is 0 to {vocab - 1}")
+            check_prompt(ids, sampling, self.model.config, self.model.config.max_position_embeddings, f"prompt {n}")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], on_text: OnText | None = None
@@ -205,10 +128,7 @@ class Generator:
         speed.cache_bytes = cache_bytes(cache)
         last, cache = self._prefill(prompts, cache, (batch, capacity), speed)
 
-        requests = [_Request(s, StreamDecoder(self.model.tokenizer), StopStrings(s.stop)) for s in samplings]
-        for request in requests:
-            if not request.sampling.max_new_tokens:
-                request.finish = "length"
+        requests = [Continuation.begin(sampling, self.model.tokenizer) for sampling in samplings]
         rows = sampling_rows([*samplings, *[Sampling()] * (batch - len(prompts))])
         length = np.zeros(batch, np.int32)
         length[: len(prompts)] = [len(ids) for ids in prompts]
@@ -222,8 +142,8 @@ class Generator:
             if not left.any():
                 break
             args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
-            *block, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
-            made = np.asarray(block[0]), np.asarray(block[1])
+            drawn, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
+            made = np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
         speed.new_tokens = sum(len(request.ids) for request in requests)
         done = [Generation(r.ids, r.logprobs, r.text, r.finish or "length") for r in requests]
         return done, speed
@@ -236,7 +156,7 @@ class Generator:
             ends[n, : len(row)] = row
         return jnp.asarray(ends)
 
-    def _account(self, requests: list[_Request], tokens: np.ndarray, logprobs: np.ndarray, on_text: OnText | None) -> None:
+    def _account(self, requests: list[Continuation], tokens: np.ndarray, logprobs: np.ndarray, on_text: OnText | None) -> None:
         """Hands each running request its tokens of a block ``[steps, B]``; -1 where a row had already ended."""
         for n, request in enumerate(requests):
             said = ""
@@ -255,15 +175,14 @@ class Generator:
         end = np.zeros((batch,), np.int32)
         end[: len(prompts)] = [len(ids) for ids in prompts]
         while at < longest:
-            width = next((c for c in CHUNKS if c >= longest - at), CHUNKS[-1])
+            width = chunk_width(longest - at, CHUNKS)
             ids = np.full((batch, width), self.model.config.pad_token_id, np.int32)
             live = np.zeros((batch, width), bool)
             for n, prompt in enumerate(prompts):
                 part = prompt[at : at + width]
                 ids[n, : len(part)], live[n, : len(part)] = part, True
             args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last
-            # Of a chunk before every prompt's last rows the decoder runs nothing.
-            early = self._rows is not None and at + width <= min(map(len, prompts)) - self._rows
+            early = self._steps.early(at + width, min(map(len, prompts)))
             last, cache = self._call(speed, "encode" if early else "prefill", (*shape, width), *args)
             at += width
         speed.prompt_tokens = sum(len(ids) for ids in prompts)

@@ -91,10 +91,16 @@ def choose(op: str, impl: Impl, *args: Any, backend: str | None = None, **kwargs
     return Choice(op, "reference", refusals)
 
 
+@cache
+def _program(op: str, impl: str, options: tuple[str, ...]) -> Any:
+    """Jitted, so that of a program's many calls of one shape only the first is traced and lowered."""
+    return jax.jit(module(op, impl).run, static_argnames=options)
+
+
 def call(op: str, impl: Impl, *args: Any, **kwargs: Any) -> Any:
     """Runs the chosen implementation; where `auto` falls back on an accelerator it says so once."""
     choice = choose(op, impl, *args, **kwargs)
     own = jax.default_backend()
     if choice.impl == "reference" and impl == "auto" and own in choice.refusals:
         _say_once(op, own, choice.refusals[own])
-    return module(op, choice.impl).run(*args, **kwargs)
+    return _program(op, choice.impl, tuple(kwargs))(*args, **kwargs)

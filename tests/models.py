@@ -12,6 +12,9 @@ from dsv41.hashing import table_primes
 from dsv41.model import forward
 from dsv41.numerics import Policy
 from dsv41.params import init_params
+from dsv41.tokenmap import token_map
+from infer.model import Model
+from train.tokenizer import train_tokenizer
 
 VOCAB = 64
 PLAIN = Policy()
@@ -84,6 +87,17 @@ def jitted(config: ModelConfig, policy: Policy = PLAIN):
         return jax.tree.map(np.asarray, run(params, ids, segments, image))
 
     return call
+
+
+def tiny_model(**changes) -> Model:
+    """`tiny_config` with a tokenizer of 300 tokens, opened for inference."""
+    tokenizer = train_tokenizer([f"def f{n}(a, b):\n    return a * {n} + b  # größer 🙂\n" for n in range(40)], 300)
+    fold, classes = token_map(tokenizer)
+    changes = {"engram_num_embeddings": tuple(sum(p) for p in table_primes(2, 3, 2, 53)), **changes}
+    config = tiny_config(
+        vocab_size=tokenizer.get_vocab_size(), engram_compressed_vocab_size=classes, max_position_embeddings=128, **changes
+    )
+    return Model(tiny_params(config), config, tokenizer, fold, 0)
 
 
 def equations(jaxpr):

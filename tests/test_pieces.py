@@ -16,7 +16,7 @@ from dsv41.hashing import hash_rows, hash_rows_host, lookback, table_hashes
 from dsv41.indexer import candidate_blocks, candidate_entries, candidate_mask, ids_to_mask, index_kl, select
 from dsv41.layout import make_layout
 from dsv41.moe import by_expert, grouped_experts, route
-from dsv41.numerics import rms_norm, sink_softmax, swiglu
+from dsv41.numerics import linear, rms_norm, sink_softmax, swiglu
 from dsv41.params import ExpertParams, HyperConnection, count_parameters, init_params, spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token, layer_plans
 from dsv41.quant import MAIN_KV, e2m1_codes, e2m1_values, e4m3, fake_quant, pack, pack_nibbles, round_e4m3, unpack, unpack_nibbles
@@ -372,3 +372,23 @@ def test_release_plan():
     assert [p.layer for p in plans if p.pool == "consumes"] == [24, 28, 32, 36]
     assert {p.layer: p.engram for p in plans if p.engram is not None} == {1: 0, 14: 1}
     assert [p.half for p in plans] == ["encoder"] * 20 + ["decoder"] * 20
+
+
+@pytest.mark.parametrize("out", [None, jnp.float32])
+def test_gradients_of_bfloat16_products_are_sums_in_float32(out):
+    """A master's gradient is off by the factors' rounding, 2**-9 of each of 64 terms, and not by a rounding of the sum to
+    2**-9 of itself; no product of the gradient has float32 factors, whatever dtype its result asks for."""
+    x, weight, ct = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(64, 24), (16, 24), (64, 16)]))
+    narrow = x.astype(jnp.bfloat16)
+
+    def pulled(weight):
+        y, pull = jax.vjp(lambda x, w: linear(x, w, out=out), narrow, weight)
+        return y, pull(ct.astype(y.dtype))
+
+    y, (of_x, of_weight) = pulled(weight)
+    assert y.dtype == (out or jnp.bfloat16) and of_x.dtype == jnp.bfloat16 and of_weight.dtype == jnp.float32
+    exact = ct.astype(jnp.bfloat16).astype(jnp.float32).T @ narrow.astype(jnp.float32)
+    np.testing.assert_allclose(of_weight, exact, atol=1e-5)
+    assert jnp.any(of_weight != of_weight.astype(jnp.bfloat16).astype(jnp.float32))
+    factors = [v.aval.dtype for e in jax.make_jaxpr(pulled)(weight).eqns if e.primitive.name == "dot_general" for v in e.invars]
+    assert len(factors) >= 4 and set(factors) == {jnp.dtype(jnp.bfloat16)}

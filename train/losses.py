@@ -6,6 +6,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dsv41.numerics import linear
+
 BALANCE_WEIGHT = 1e-4
 INDEX_KL_WEIGHT = 1.0
 # Logits that are held at once: 128 MiB in float32.
@@ -40,9 +42,7 @@ def weighted_nll(
 
 def head_logits(hidden: Float[Array, "*s D"], head: Float[Array, "V D"]) -> Float[Array, "*s V"]:
     """float32 logits; bfloat16 hidden states meet the head as it is published, in bfloat16, and are summed in float32."""
-    precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    head = head.astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    return linear(hidden, head, out=jnp.float32)
 
 
 def chunked_sums(

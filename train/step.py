@@ -41,7 +41,8 @@ class StepOptions:
 
     accumulate: parts of a batch whose gradients are summed before the one update, a divisor of its rows. weights: stored
     forms that the forward and backward pass see the weights in (`train.qat`). active_rows: rows of an Engram table that have
-    momentum, 0 for all. z_weight: of the mean squared log partition. replay: how decoder replay is simulated.
+    momentum, 0 for all. z_weight: of the mean squared log partition. replay: how decoder replay is simulated. index_loss: whether
+    the indexers learn; else their loss is not computed.
     """
 
     accumulate: int = 1
@@ -49,6 +50,7 @@ class StepOptions:
     active_rows: int = 0
     z_weight: float = 0.0
     replay: Literal["off", "mask", "gather"] = "off"
+    index_loss: bool = True
 
 
 def init_state(config: ModelConfig, seed: int | jax.Array, active_rows: int = 0, specs: Any = None) -> TrainState:
@@ -119,7 +121,8 @@ def make_train_step(
     def loss_fn(params: TextParams, batch: Batch, rows: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         out, sums = run(fake_quantized(params, specs, options.weights), batch, rows)
         ce, z = sums.nats / tokens, sums.squared_log_z / tokens
-        balance, index_kl = jnp.sum(out.balance) / parts, out.index_kl / parts
+        balance = jnp.sum(out.balance) / parts
+        index_kl = out.index_kl / parts if options.index_loss else jnp.zeros_like(out.index_kl)
         return total_loss(ce, balance, jnp.sum(index_kl), z, options.z_weight), (ce, balance, index_kl, out.load)
 
     grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)

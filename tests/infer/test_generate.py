@@ -7,33 +7,18 @@ import pytest
 
 from dsv41.config import replace
 from dsv41.errors import UserError
-from dsv41.hashing import table_primes
 from dsv41.model import forward
 from dsv41.numerics import PACKED
-from dsv41.tokenmap import token_map
 from infer.generate import Generator
 from infer.model import Model
 from infer.plain import PlainGenerator
 from infer.sampling import Sampling
-from tests.models import PLAIN, tiny_config, tiny_params
-from train.tokenizer import train_tokenizer
-
-TEXT = [f"def f{n}(a, b):\n    return a * {n} + b  # größer 🙂\n" for n in range(40)]
+from tests.models import PLAIN, tiny_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    tokenizer = train_tokenizer(TEXT, 300)
-    vocab = tokenizer.get_vocab_size()
-    fold, classes = token_map(tokenizer)
-    primes = table_primes(2, 3, 2, 53)
-    config = tiny_config(
-        vocab_size=vocab,
-        engram_compressed_vocab_size=classes,
-        engram_num_embeddings=tuple(sum(p) for p in primes),
-        max_position_embeddings=128,
-    )
-    return Model(tiny_params(config), config, tokenizer, fold, 0)
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")

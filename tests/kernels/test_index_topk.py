@@ -222,8 +222,9 @@ def test_scores_by_xla_and_selection_by_kernels(case, values):
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(partial(reference.run, **options))(*args))
 
 
+@pytest.mark.parametrize("share", [1, 32], ids=["fetched", "all keys"])
 @pytest.mark.parametrize("stored", [False, True], ids=["values", "stored"])
-def test_scores_of_what_was_picked(monkeypatch, stored):
+def test_scores_of_what_was_picked(monkeypatch, stored, share):
     """Also their gradients, some queries at a time. float32 sums of 128 and 32 in another order: 1e-5 of the largest."""
     case = Case(batch=2, queries=5, entries=64, dtype="float32")
     q, weights, rows, *_ = arguments(case)
@@ -241,6 +242,7 @@ def test_scores_of_what_was_picked(monkeypatch, stored):
         return jnp.sum(jnp.where(ids < 0, 0, scores) * cotangent), scores
 
     monkeypatch.setattr(indexer, "PICKED_BYTES", 2 * 2 * 12 * 128 * 4)
+    monkeypatch.setattr(indexer, "ALL_KEYS", share)
     wrt = (0, 1) if stored else (0, 1, 2)
     (got, want) = (jax.jit(jax.grad(f, wrt, has_aux=True))(q, weights, values) for f in (some, every))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -95,8 +95,13 @@ def test_the_slice_runs_it_at_every_site_on_the_gpu(monkeypatch):
 
     shapes = abstract_params(text_specs(config)), jax.ShapeDtypeStruct((1, 64), jnp.int32)
     text = jax.jit(logits).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    functions = re.findall(r"func\.func private @(\w+)\((.*?)(?=\n  func\.func |\Z)", text, re.S)
-    holds = [name for name, body in functions if "mega_mhc_finish" in body]
-    assert len(holds) == 1
-    # Two sites a layer, of which the first has nothing to add.
-    assert len(re.findall(rf"call @{holds[0]}\(", text)) == 2 * config.num_hidden_layers - 1
+    functions = dict(re.findall(r"func\.func private @(\w+)\((.*?)(?=\n  func\.func |\Z)", text, re.S))
+    [holds] = [name for name, body in functions.items() if "mega_mhc_finish" in body]
+
+    def calls(name: str) -> int:
+        """How often the program comes by a function."""
+        callers = re.findall(rf"call @{name}\(", text), [other for other, body in functions.items() if f"call @{name}(" in body]
+        return max(len(callers[0]), sum(map(calls, callers[1])))
+
+    # Two sites a layer, of which the first has nothing to add; of all of them one kernel is traced and lowered.
+    assert calls(holds) == 2 * config.num_hidden_layers - 1

@@ -179,9 +179,9 @@ def test_packed_rows_give_no_probabilities_on_a_gpu():
     assert choose("sparse_attention", "auto", *args, mass=True, backend="tpu").impl == "reference"
 
 
-def test_auto_on_this_machine_is_the_reference():
+def test_auto_on_cpu_is_the_reference():
     args = cases.arguments(cases.FLOATS["ragged lists"])
-    chex.assert_trees_all_equal(sparse_attention(*args, mass=True), reference.run(*args, mass=True))
+    chex.assert_trees_all_equal(sparse_attention(*args, mass=True), jax.jit(partial(reference.run, mass=True))(*args))
     with pytest.raises(Refused, match="the backend is cpu"):
         sparse_attention(*args, impl="gpu")
 

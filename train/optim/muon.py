@@ -35,9 +35,12 @@ def orthogonalize(x: Float[Array, "*n a b"], products: Any = jnp.float32) -> Flo
     """
     dtype, wide = x.dtype, x.shape[-2] <= x.shape[-1]
 
+    # Asked for more than their own precision, bfloat16 factors would be multiplied as float32.
+    precision = lax.Precision.HIGHEST if products == jnp.float32 else None
+
     def dot(equation: str, a: Array, b: Array) -> Array:
         a, b = a.astype(products), b.astype(products)
-        return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     x = x.astype(jnp.float32)
     # By the largest entry first: the squares of a tiny matrix would vanish.
