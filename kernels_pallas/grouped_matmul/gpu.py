@@ -124,8 +124,10 @@ def _padded(scale: jax.Array, rows: int) -> jax.Array:
 def choose(rows: int, groups: int, paired: bool) -> quantized.Tile:
     """Tile sizes for ``rows`` in ``groups``, of stored weights."""
     mean = -(-rows // groups)
-    size = next((s for s in (16, 32, 64) if s >= 2 * mean), 128)
-    return quantized.Tile(size, 2, 2, {16: 4, 32: 4, 64: 3, 128: 2}[size])
+    size = next((s for s in (8, 16, 32, 64) if s >= 2 * mean), 128)
+    if size == 8 and not paired:
+        return quantized.Tile(8, 3, 1, 7)
+    return quantized.Tile(size, 2, 2, {8: 5, 16: 4, 32: 4, 64: 3, 128: 2}[size])
 
 
 def _stored_primal(
@@ -136,7 +138,7 @@ def _stored_primal(
         unpack.permuted(x, codes),
         tuple((w.codes, w.scales) for w in weights),
         sizes,
-        None if scale is None else _padded(scale, tile.rows),
+        None if scale is None else scale.astype(jnp.float32),
         codes=codes,
         limit=limit,
         tile=tile,
