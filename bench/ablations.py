@@ -2,9 +2,9 @@
 
 Run: python -m bench.ablations [--steps 2000] [--seeds 3] [--workers 1] [--out FILE.md] ...
 
-All seeds of a variant are one batched program, and many steps one call of it, so that a GPU is kept busy by models as small
-as the toy; so do workers, processes that share out the variants. A seed draws the initial weights and the order of the rows;
-the rows are the same for all variants. Variants that train alike are trained once.
+All seeds of variants that have the same passes are one batched program, whatever their optimizers, and many steps one call of
+it, so that a GPU is kept busy by models as small as the toy; so do workers, processes that share out such groups. A seed draws
+the initial weights and the order of the rows; the rows are the same for all variants. Variants that train alike are trained once.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,16 @@ from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError, nearest
 from dsv41.files import write_text
 from dsv41.numerics import PACKED, Policy
-from dsv41.params import ParamSpec, Stored, count_parameters, map_specs, text_specs
+from dsv41.params import ParamSpec, Stored, count_parameters, init_params, map_specs, text_specs
 from kernels_pallas import registry
 from train.corpus import STDLIB
 from train.curve import Score
 from train.data import Batch, Prepared, TrainData, prepare, to_batch
 from train.loop import fit_vocabulary
-from train.optim import warmup_hold_cosine
+from train.optim import make_optimizer, warmup_hold_cosine
 from train.packing import Packed
 from train.recipes import DTYPES
-from train.step import EvalStep, StepOptions, TrainState, init_state, make_eval_step, make_train_step
+from train.step import StepOptions, TrainState, make_eval_step, make_gradients, make_update
 from train.tokenizer import cache_root
 
 _PLAIN = Policy()
@@ -54,6 +55,12 @@ class Numerics:
 
 PLAIN, NO_POOL = Numerics(), Numerics(Policy(candidate_pool=False))
 CACHE, RELEASED = Numerics(PACKED), Numerics(PACKED, ("fp4", "fp8", "fp8_rows"))
+
+
+def _same(first: Any, *_: Any) -> Any:
+    return first
+
+
 # Where training changes over to `Variant.late`.
 _LATE = 0.8
 
@@ -62,20 +69,27 @@ _LATE = 0.8
 class Variant:
     """What differs from the full recipe: the model, the owners of its weights, how it is trained and how it is scored.
 
-    model takes the config and the length of a row. late: how the last fifth of the steps is trained, where that differs.
+    model takes the config and the length of a row. rate: a factor of the learning rate. late: how the last fifth of the steps
+    is trained, where that differs.
     """
 
     says: str
-    model: Callable[[ModelConfig, int], ModelConfig] = lambda config, length: config
-    owner: Callable[[ParamSpec], ParamSpec] = lambda spec: spec
+    model: Callable[[ModelConfig, int], ModelConfig] = _same
+    owner: Callable[[ParamSpec], ParamSpec] = _same
+    rate: float = 1.0
     trained: Numerics = PLAIN
     late: Numerics | None = None
     scored: Numerics = PLAIN
 
     @property
-    def training(self) -> tuple[Any, ...]:
-        """What decides the weights."""
-        return self.model, self.owner, self.trained, self.late
+    def passes(self) -> tuple[Any, ...]:
+        """What decides the forward and the backward pass."""
+        return self.model, self.trained
+
+    @property
+    def optimizer(self) -> tuple[Any, ...]:
+        """What decides an update, given the gradient."""
+        return self.owner, self.rate
 
 
 def _adamw(spec: ParamSpec) -> ParamSpec:
@@ -107,6 +121,7 @@ def _no_engram(config: ModelConfig, length: int) -> ModelConfig:
 VARIANTS = {
     "full": Variant("the whole recipe"),
     "adamw": Variant("AdamW for all weights, its rate times 0.18", owner=_adamw),
+    "adamw-low": Variant("the same at a third of its rate", owner=_adamw, rate=1 / 3),
     "plain-muon": Variant("Muon on whole query and output matrices", owner=lambda spec: replace(spec, blocks=1)),
     "no-engram": Variant("no Engram tables", _no_engram),
     "frozen-indexer": Variant("indexers stay as they were drawn", owner=_frozen_indexer),
@@ -144,7 +159,7 @@ class Options:
     dtype: str = "float32"
     """Of the passes: float32 or bfloat16."""
     chunk: int = 25
-    """Steps in one call."""
+    """The most steps in one call."""
     workers: int = 1
     """Processes that share out the variants."""
     out: Path = Path("bench/results/ablations.md")
@@ -162,74 +177,155 @@ class Result:
     seconds: float
 
 
-def _chunks(streams: list[TrainData], start: int, stop: int, size: int) -> Iterator[tuple[int, Batch]]:
-    """Batches of up to ``size`` steps for all seeds, ``[steps, seeds, B, T]``, and the step that they lead to."""
-    stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees)  # noqa: E731
-    for first in range(start, stop, size):
-        last = min(first + size, stop)
-        yield last, stack([stack([stream.batch(n) for stream in streams]) for n in range(first, last)])
+class Group:
+    """Variants of one model and one way of running it: their seeds train as one batch, of which each has its own optimizer.
 
+    Everything is compiled from the start, one program beside the other. config: the full recipe's.
+    """
 
-def run(names: tuple[str, ...], config: ModelConfig, fold: np.ndarray, prepared: Prepared, options: Options) -> list[Result]:
-    """Trains variants that train alike, once, and scores each."""
-    first, began = VARIANTS[names[0]], time.monotonic()
-    config = first.model(config, options.length)
-    specs = map_specs(first.owner, text_specs(config))
-    rates = warmup_hold_cosine(options.steps, options.lr)
-    streams = [TrainData(prepared.train, options.batch_size, seed) for seed in range(options.seeds)]
-    states = jax.jit(jax.vmap(lambda seed: init_state(config, seed, specs=specs)))(jnp.arange(options.seeds))
-    change = round(_LATE * options.steps) if first.late is not None else options.steps
+    def __init__(
+        self, names: tuple[str, ...], config: ModelConfig, fold: np.ndarray, prepared: Prepared, options: Options, chunk: int
+    ):
+        self.names, self._fold, self._prepared, self._options, self._chunk = names, fold, prepared, options, chunk
+        variants = [VARIANTS[name] for name in names]
+        self.config = variants[0].model(config, options.length)
+        self._streams = [TrainData(prepared.train, options.batch_size, seed) for seed in range(options.seeds)]
+        self._optimizers = list(dict.fromkeys(variant.optimizer for variant in variants))
+        self._compilers = ThreadPoolExecutor()
+        draw = jax.vmap(lambda seed: self._fresh(self._weights(seed)))
+        self._shapes = jax.eval_shape(draw, np.arange(options.seeds))
+        self._drawn = self._compilers.submit(self._draw)
+        self._early = self._program(variants[0].trained, self._optimizers)
+        scored = dict.fromkeys(variant.scored for variant in variants)
+        self._scorers = {numerics: self._scorer(numerics) for numerics in scored}
+        late = dict.fromkeys((v.late, v.optimizer) for v in variants if v.late is not None)
+        self._late = {key: self._program(key[0], [key[1]]) for key in late}
 
-    def program(numerics: Numerics) -> Any:
-        step = make_train_step(config, _typed(numerics, options), fold, StepOptions(weights=numerics.weights), specs)
+    def _fresh(self, params: Any) -> tuple[TrainState, ...]:
+        """The state of each optimizer before the first step."""
+        specs = [map_specs(owner, text_specs(self.config)) for owner, _ in self._optimizers]
+        rules = [make_optimizer(own, lambda _: jnp.float32(0)) for own in specs]
+        return tuple(TrainState(params, rule.init(params), jnp.zeros((), jnp.int32)) for rule in rules)
 
-        def one(states: TrainState, given: tuple[Batch, jax.Array]) -> tuple[TrainState, jax.Array]:
-            states, metrics = jax.vmap(step, in_axes=(0, 0, None))(states, *given)
-            return states, metrics["ce"]
+    def _weights(self, seed: Any) -> Any:
+        return init_params(self.config, jax.random.key(seed))
 
-        return jax.jit(lambda states, *given: lax.scan(one, states, given), donate_argnums=0)
+    def _draw(self) -> tuple[TrainState, ...]:
+        """The initial states of all seeds; drawn on the host, where it compiles faster, and once for all optimizers."""
+        with jax.default_device(jax.devices("cpu")[0]):
+            params = jax.jit(jax.vmap(self._weights))(np.arange(self._options.seeds))
+            return jax.device_get(jax.vmap(self._fresh)(params))
 
-    losses = []
-    for start, stop, numerics in ((0, change, first.trained), (change, options.steps, first.late)):
-        many = program(numerics) if numerics is not None else None
-        compiled = {}
-        for done, batches in _chunks(streams, start, stop, options.chunk):
-            given = states, batches, rates(np.arange(done - batches.ids.shape[0], done))
-            if batches.ids.shape[0] not in compiled:
-                # Kernels have no batched form.
-                with registry.automatic("reference"):
-                    compiled[batches.ids.shape[0]] = many.lower(*given).compile()  # pyright: ignore
-            states, ce = _finished(compiled[batches.ids.shape[0]], *given)
-            losses.append([float(value) for value in ce[-1]])
-            seconds = time.monotonic() - began
-            print(f"{names[0]}: step {done}, cross-entropy {np.mean(losses[-1]):.4f}, {seconds:.0f} s", flush=True)
-    results, size = [], count_parameters(text_specs(config))
-    for name in names:
-        scored = VARIANTS[name].scored
-        step = make_eval_step(config, _typed(scored, options), fold, scored.weights)
+    def _program(self, numerics: Numerics, optimizers: list[tuple[Any, ...]]) -> Future[Any]:
+        """A chunk of steps: ``(states, batches, rates) -> (states, cross-entropy [steps, optimizers, seeds])``."""
+        config, seeds, steps = self.config, self._options.seeds, StepOptions(weights=numerics.weights)
+        policy = _typed(numerics, self._options)
+        gradients = jax.vmap(make_gradients(config, policy, self._fold, steps))
+        updates = [make_update(config, policy, steps, map_specs(owner, text_specs(config))) for owner, _ in optimizers]
+        join = lambda trees: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)  # noqa: E731
+
+        def one(states: tuple[TrainState, ...], given: tuple[Batch, jax.Array]) -> tuple[tuple[TrainState, ...], jax.Array]:
+            batches, rate = given
+            found = gradients(join([state.params for state in states]), join([batches] * len(states)))
+            done = []
+            for n, (state, update, (_, factor)) in enumerate(zip(states, updates, optimizers, strict=True)):
+                own = jax.tree.map(lambda a, n=n: a[n * seeds : (n + 1) * seeds], found)
+                done.append(jax.vmap(update, in_axes=(0, 0, 0, None))(state, own[0], own[1], rate * factor))
+            return tuple(state for state, _ in done), jnp.stack([metrics["ce"] for _, metrics in done])
+
+        many = jax.jit(lambda states, *given: lax.scan(one, states, given), donate_argnums=0)
+        states = tuple(self._shapes[self._optimizers.index(optimizer)] for optimizer in optimizers)
+        return self._compiled(many, states, self._batches(0, self._chunk), np.zeros(self._chunk, np.float32))
+
+    def _scorer(self, numerics: Numerics) -> Future[Any]:
+        step = make_eval_step(self.config, _typed(numerics, self._options), self._fold, numerics.weights)
+        batch = to_batch(Packed(*(np.zeros((self._options.batch_size, self._options.length), np.int32) for _ in range(2))))
+        return self._compiled(jax.jit(jax.vmap(step, in_axes=(0, None))), self._shapes[0].params, batch)
+
+    def _compiled(self, function: Any, *args: Any) -> Future[Any]:
+        # Kernels have no batched form.
         with registry.automatic("reference"):
-            scores = _scores(states.params, step, prepared, options)
-        results.append(Result(name, size, scores, losses, time.monotonic() - began))
-    return results
+            lowered = function.lower(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args))
+        return self._compilers.submit(lowered.compile)
+
+    def _batches(self, start: int, stop: int) -> Batch:
+        """Of steps ``start`` to ``stop - 1`` and all seeds, ``[steps, seeds, B, T]``."""
+        stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees)  # noqa: E731
+        return stack([stack([stream.batch(n) for stream in self._streams]) for n in range(start, stop)])
+
+    def step_seconds(self) -> float:
+        """Of a step of all variants of the group that differ from the start, in chunks, the host's part left out."""
+        given = self._batches(0, self._chunk), np.zeros(self._chunk, np.float32)
+        program, spans = self._early.result(), []
+        for _ in range(2):
+            args = jax.block_until_ready(jax.device_put((self._drawn.result(), *given)))
+            began = time.monotonic()
+            jax.block_until_ready(program(*args))
+            spans.append(time.monotonic() - began)
+        return min(spans) / self._chunk
+
+    def train(self, steps: int) -> Iterator[Result]:
+        """Trains and scores every variant; ``steps`` and four fifths of it are multiples of the chunk."""
+        began, rates = time.monotonic(), warmup_hold_cosine(steps, self._options.lr)
+        change = round(_LATE * steps) if self._late else steps
+        optimizers = [(optimizer, None) for optimizer in self._optimizers]
+        states = jax.device_put(self._drawn.result())
+
+        def go(program: Any, states: Any, start: int, stop: int, what: str) -> tuple[Any, np.ndarray]:
+            losses = []
+            for first in range(start, stop, self._chunk):
+                after = first + self._chunk
+                given = self._batches(first, after), np.asarray(rates(np.arange(first, after)), np.float32)
+                states, ce = jax.block_until_ready(program(states, *given))
+                losses.append(np.asarray(ce[-1]))
+                means = ", ".join(f"{mean:.4f}" for mean in losses[-1].mean(axis=1))
+                print(f"{what}: step {after}, cross-entropy {means}, {time.monotonic() - began:.0f} s", flush=True)
+            return states, np.array(losses).reshape(-1, *np.shape(losses[0])[:1], self._options.seeds)
+
+        done: dict[Any, tuple[TrainState, np.ndarray]] = {}
+        states, early = go(self._early.result(), states, 0, change, self.names[0])
+        kept = {key: jax.tree.map(jnp.copy, states[self._optimizers.index(key[1])]) for key in self._late}
+        if change < steps:
+            states, last = go(self._early.result(), states, change, steps, self.names[0])
+        else:
+            last = early[:0]
+        for n, key in enumerate(optimizers):
+            done[key] = states[n], np.concatenate([early[:, n], last[:, n]])
+        yield from self._results(done, steps, began)
+        for key, state in kept.items():
+            name = next(name for name in self.names if VARIANTS[name].late == key[0])
+            [state], losses = go(self._late[key].result(), (state,), change, steps, name)
+            before = early[:, self._optimizers.index(key[1])]
+            yield from self._results({(key[1], key[0]): (state, np.concatenate([before, losses[:, 0]]))}, steps, began)
+
+    def _results(self, done: dict[Any, tuple[TrainState, np.ndarray]], steps: int, began: float) -> Iterator[Result]:
+        size = count_parameters(text_specs(self.config))
+        for name in self.names:
+            variant = VARIANTS[name]
+            if (found := done.get((variant.optimizer, variant.late))) is not None:
+                scores = self._scores(found[0].params, self._scorers[variant.scored].result(), steps)
+                yield Result(name, size, scores, found[1].tolist(), time.monotonic() - began)
+
+    def _scores(self, params: Any, step: Any, steps: int) -> list[float]:
+        rows, prepared = self._options.batch_size, self._prepared
+        nats, held = np.zeros(self._options.seeds), prepared.heldout
+        for start in range(0, len(held.ids), rows):
+            some = Packed(*(a[start : start + rows] for a in held))
+            short = rows - len(some.ids)
+            some = Packed(*(np.pad(a, ((0, short), (0, 0))) for a in some))
+            nats += np.asarray(step(params, to_batch(some))[0], np.float64)
+        size = int(prepared.token_bytes[held.ids].sum())
+        return [Score(steps, float(n), 0, size).bits_per_byte for n in nats]
 
 
 def _typed(numerics: Numerics, options: Options) -> Policy:
     return replace(numerics.policy, compute_dtype=DTYPES[options.dtype])
 
 
-def _finished(call: Callable[..., Any], *args: Any) -> Any:
-    return jax.block_until_ready(call(*args))
-
-
-def _scores(params: Any, step: EvalStep, prepared: Prepared, options: Options) -> list[float]:
-    step = jax.jit(jax.vmap(step, in_axes=(0, None)))
-    nats, held = np.zeros(options.seeds), prepared.heldout
-    for start in range(0, len(held.ids), options.batch_size):
-        rows = Packed(*(a[start : start + options.batch_size] for a in held))
-        short = options.batch_size - len(rows.ids)
-        nats += np.asarray(step(params, to_batch(Packed(*(np.pad(a, ((0, short), (0, 0))) for a in rows))))[0], np.float64)
-    size = int(prepared.token_bytes[held.ids].sum())
-    return [Score(options.steps, float(n), 0, size).bits_per_byte for n in nats]
+def chunk_size(steps: int, most: int) -> int:
+    """The most steps of one call, up to ``most``, such that calls end both where training changes and where it ends."""
+    both = math.gcd(steps, round(_LATE * steps))
+    return next(size for size in range(min(most, both), 0, -1) if both % size == 0)
 
 
 def _words(options: Options) -> list[str]:
@@ -279,7 +375,7 @@ def main(options: Options) -> None:
         raise UserError(f"dtype: found {options.dtype!r}, allowed are {', '.join(DTYPES)}{nearest(options.dtype, DTYPES)}")
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name in options.variants:
-        groups.setdefault(VARIANTS[name].training, []).append(name)
+        groups.setdefault(VARIANTS[name].passes, []).append(name)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     together = list(map(tuple, groups.values()))
     results = _shared(together, options) if options.workers > 1 else _alone(together, options)
@@ -297,9 +393,11 @@ def _alone(groups: list[tuple[str, ...]], options: Options) -> list[Result]:
     config, fold = fit_vocabulary(config, prepared.tokenizer)
     results: list[Result] = []
     for names in groups:
-        results += run(names, config, fold, prepared, options)
+        group = Group(names, config, fold, prepared, options, chunk_size(options.steps, options.chunk))
+        for result in group.train(options.steps):
+            results.append(result)
+            _write(results, options)
         jax.clear_caches()
-        _write(results, options)
     return results
 
 

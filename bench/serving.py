@@ -34,7 +34,7 @@ from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay
 
 FORTY = "forty"  # the release's schedule at the toy's widths
-PAGE, CHUNK, REPEATS = 128, 2048, 5
+PAGE, CHUNK, REPEATS = 128, 512, 5
 USUAL = {"decode": "1k,4k,16k", "prefill": "4k,16k"}  # contexts where none is named
 
 
@@ -76,15 +76,11 @@ def open_model(options: Options) -> Model:
         raise UserError(f"preset: found 'flash', whose weights are more than one machine's; allowed are {_names()}")
     config = forty_layers() if name == FORTY else preset(name)
     dtype = policy().compute_dtype
-
-    def weights() -> Any:
-        masters = init_params(config, jax.random.key(0))
-        kept = lambda a, spec: a if spec.stored in ("f32", "i64") else a.astype(dtype)  # noqa: E731
-        return jax.tree.map(kept, masters, text_specs(config))
-
+    kept = lambda a, spec: a if spec.stored in ("f32", "i64") else a.astype(dtype)  # noqa: E731
+    params = jax.tree.map(kept, init_params(config, jax.random.key(0)), text_specs(config))
     words = {f"w{n}": n for n in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return Model(jax.jit(weights)(), config, tokenizer, np.arange(config.vocab_size, dtype=np.int32), 0)
+    return Model(params, config, tokenizer, np.arange(config.vocab_size, dtype=np.int32), 0)
 
 
 def _names() -> str:

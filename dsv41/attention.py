@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.indexer import ids_to_mask
 from dsv41.layout import Layout
@@ -25,10 +26,22 @@ from kernels_pallas.sparse_attention.api import sparse_attention
 
 @struct.dataclass
 class Before:
-    """Window rows ahead of the ones at hand, in any order: rows ``[B, W, K]``, positions ``[B, W]``, -1 where there is none."""
+    """Window rows ahead of the ones at hand, in any order: rows ``[B, W, K]``, positions ``[B, W]``, -1 where there is none.
+
+    segments ``[B, W]``: their documents; None where that is the first of the rows at hand.
+    """
 
     rows: jax.Array
     positions: jax.Array
+    segments: jax.Array | None = None
+
+
+def rows_ahead(rows: Float[Array, "B t K"], layout: Layout, window: int) -> Before | None:
+    """The ``window`` rows ahead of this device's part of a row, None where the row is whole."""
+    if layout.before is None:
+        return None
+    # A long part's first block of queries has a block of ``window`` rows before it, the first of which none of them sees.
+    return Before(jnp.pad(context.ahead(rows, window - 1), ((0, 0), (1, 0), (0, 0))), *layout.before)
 
 
 def query_latent(x: Float[Array, "B T D"], params: AttentionParams, config: ModelConfig) -> Float[Array, "B T R"]:
@@ -93,7 +106,8 @@ def _window_scores(
     rows = jnp.where(known[..., None], before.rows, jnp.zeros((), kv.dtype))
     keys = _blocks(pad(kv), rows, size)
     key_at = _blocks(pad(layout.positions), before.positions, size)[:, :, None]
-    key_of = _blocks(pad(layout.segments), known.astype(layout.segments.dtype), size)[:, :, None]
+    documents = known.astype(layout.segments.dtype) if before.segments is None else jnp.where(known, before.segments, 0)
+    key_of = _blocks(pad(layout.segments), documents, size)[:, :, None]
     at, of = block(layout.positions)[..., None], block(layout.segments)[..., None]
     floor = None if layout.floor is None else block(layout.floor)[..., None]
     mask = _in_window(at, of, key_at, key_of, window, floor)
@@ -188,16 +202,22 @@ def attend_row(
     layout: Layout,
     window: int,
 ) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T k"] | None]:
-    """`attend` of whole rows, by the kernel where one can run: no array of scores, which is T times S times H."""
-    time = q.shape[1]
-    back = jnp.arange(time, dtype=jnp.int32)[:, None] - jnp.arange(min(window, time), dtype=jnp.int32)[None]
-    at, of = layout.positions, layout.segments
+    """`attend` of whole rows or this device's parts of them, by the kernel where one can run: no array of scores, which is T
+    times S times H."""
+    before = rows_ahead(window_rows, layout, window)
+    rows, key_at, key_of = window_rows, layout.positions, layout.segments
+    if before is not None:
+        pairs = ((before.rows, rows), (before.positions, key_at), (before.segments, key_of))
+        rows, key_at, key_of = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    time, most = q.shape[1], min(window, rows.shape[1])
+    back = jnp.arange(rows.shape[1] - time, rows.shape[1], dtype=jnp.int32)[:, None] - jnp.arange(most, dtype=jnp.int32)[None]
     key = jnp.maximum(back, 0)
+    at, of = layout.positions[..., None], layout.segments[..., None]
     floor = None if layout.floor is None else layout.floor[..., None]
-    seen = (back >= 0)[None] & _in_window(at[..., None], of[..., None], at[:, key], of[:, key], window, floor)
-    args = kernel_arguments(q, entries, ids, window_rows, jnp.where(seen, back[None], -1), sink)
+    seen = (back >= 0)[None] & _in_window(at, of, key_at[:, key], key_of[:, key], window, floor)
+    args = kernel_arguments(q, entries, ids, rows, jnp.where(seen, back[None], -1), sink)
     if registry.choose("sparse_attention", "auto", *args, mass=True).impl == "reference":
-        return attend(q, window_rows, entries, ids, sink, layout, window)
+        return attend(q, window_rows, entries, ids, sink, layout, window, before)
     # Where nobody reads the probabilities, compilation drops their kernel.
     out, _, mass = sparse_attention(*args, mass=True)
     return out.reshape(q.shape), None if ids is None else mass.reshape(ids.shape)

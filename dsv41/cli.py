@@ -1,4 +1,4 @@
-"""The command line `dsv41`: plan, train, eval, generate, verify, demo, convert, bench, analyze.
+"""The command line `dsv41`: plan, train, eval, generate, serve, verify, demo, convert, bench, analyze.
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 from dsv41 import __version__
-from dsv41.commands import Analyze, Bench, Convert, Demo, Eval, Generate, Plan, Train, Verify
+from dsv41.commands import Analyze, Bench, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
 from dsv41.errors import UserError, cause
 
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
@@ -147,6 +147,35 @@ def _generate(args: Generate) -> int:
     return 0
 
 
+def _serve(args: Serve) -> int:
+    try:
+        from infer.server import Limits, Service, listen, serve
+    except ModuleNotFoundError as error:
+        raise UserError(f"serve: found no package {error.name!r}, allowed is what pip install 'dsv41[serve]' installs") from None
+    limits = Limits(args.max_requests, args.max_body, args.timeout)
+    key = os.environ.get("DSV41_API_KEY", "") if args.api_key is None else args.api_key
+    with listen(args.host, args.port) as listening:
+        _use_compilation_cache()
+        from dsv41.numerics import PACKED, Policy
+        from infer.chat import speaking
+        from infer.engine import Engine
+        from infer.model import load_model
+
+        model = load_model(args.checkpoint)
+        model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
+        longest = min(args.longest, model.config.max_position_embeddings)
+        policy, replay = PACKED if args.packed else Policy(), args.decoder_replay
+        engine = Engine(model, policy, decoder_replay=replay, slots=args.slots, longest=longest, pages=args.pages)
+        service = Service(engine, args.name or args.checkpoint.resolve().name, limits, key)
+        host, port = listening.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"serving {service.api.name} at {address}/v1; compiling", flush=True)
+        if not key and host not in ("127.0.0.1", "::1"):
+            print(f"dsv41: warning: without --api-key all that reach {host} may ask", file=sys.stderr)
+        serve(service, listening, lambda: print("ready", flush=True))
+    return 0
+
+
 def _verify(args: Verify) -> int:
     from dsv41.verify import run
 
@@ -212,6 +241,7 @@ _COMMANDS = {
     "train": (Train, _train),
     "eval": (Eval, _eval),
     "generate": (Generate, _generate),
+    "serve": (Serve, _serve),
     "verify": (Verify, _verify),
     "demo": (Demo, _demo),
     "convert": (Convert, _convert),

@@ -188,6 +188,38 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """Serve a trained model to OpenAI's clients: completions and chat, whole or streamed."""
+
+    checkpoint: Path
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
+    host: str = "127.0.0.1"
+    """Address to listen on; this machine alone without it. 0.0.0.0 for every network, and then with a key."""
+    port: int = 8000
+    """Port to listen on; 0 for any that is free."""
+    name: str | None = None
+    """What clients call the model; the folder's name where not given."""
+    api_key: str | None = None
+    """Key that clients must send; $DSV41_API_KEY where not given, which unlike an option is in no list of processes."""
+    slots: int = 8
+    """Requests that are continued at once; others wait."""
+    longest: int = 8192
+    """Tokens of a request, prompt and answer; the model's own limit where that is less."""
+    pages: int | None = None
+    """Pages of 128 tokens of the cache; as many as the longest requests in all slots need where not given."""
+    packed: bool = False
+    """Keep the cache in the release's FP4 and FP8 rows."""
+    decoder_replay: Literal["full", "bounded", "halo"] = "full"
+    """Rows of a prompt for the decoder layers, as of dsv41 generate."""
+    max_requests: int = 256
+    """HTTP requests at once; more are told to come back."""
+    max_body: int = 8 * 2**20
+    """Bytes of a request's body."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+
+
+@dataclass(frozen=True)
 class Verify:
     """Check recorded tensors, or a released checkpoint's names and shapes, against this code."""
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.numerics import linear, rms_norm
 from dsv41.params import CompressorParams
@@ -26,19 +27,23 @@ def pool(
 
 
 def latents(x: Float[Array, "B T D"], params: CompressorParams, config: ModelConfig, ratio: int) -> Float[Array, "B S K"]:
-    """Latents of a whole row, ``S = T // ratio``.
+    """Latents of a whole row, ``S = T // ratio``, or of the groups that end in this device's part of it.
 
     A trailing partial group makes nothing; groups that straddle documents or padding exist but are never visible.
     """
-    groups = x.shape[1] // ratio
-    split = lambda a: None if a is None else a.reshape(a.shape[0], groups, ratio, a.shape[-1])  # noqa: E731
-    value, score = project(x[:, : groups * ratio], params)
+    split = lambda a: None if a is None else context.groups(a, ratio)  # noqa: E731
+    value, score = project(_grouped(x, ratio), params)
     return pool(split(value), split(score), params, config.rms_norm_eps, x.dtype)
 
 
 def group_positions(positions: Int[Array, "B T"], ratio: int) -> Int[Array, "B S"]:
-    """RoPE position of each entry of a whole row: that of its group's first token."""
-    return positions[:, : positions.shape[1] // ratio * ratio : ratio]
+    """RoPE position of each of those entries: that of its group's first token."""
+    return context.groups(_grouped(positions, ratio), ratio)[:, :, 0]
+
+
+def _grouped(a: Array, ratio: int) -> Array:
+    """Tokens of whole groups; the rest of a part's last group may be in the next part."""
+    return a[:, : a.shape[1] // ratio * ratio] if context.parts() == 1 else a
 
 
 def main_kv(

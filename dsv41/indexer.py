@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.layout import causal_mask
 from dsv41.numerics import Policy, Taps, linear, product, record, rms_norm
@@ -234,7 +235,7 @@ def index_kl(
     picked: the indexer's scores of the selected entries.
     mass: attention probability of each selected entry summed over heads, with window and sink in the denominator; or a
     sum over layers of `teacher`.
-    Averaged over live queries with two candidates or more.
+    Averaged over live queries with two candidates or more; of a row in parts, this device's share of that.
     """
     valid = ids >= 0
     rows = live & (jnp.sum(valid, axis=-1) > 1)
@@ -242,4 +243,5 @@ def index_kl(
     p = teacher(mass, ids)
     terms = p * (jnp.log(jnp.maximum(p, 1e-30)) - log_q)
     per_query = jnp.sum(jnp.where(valid, terms, 0.0), axis=-1)
-    return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(jnp.sum(rows.astype(jnp.float32)), 1.0)
+    count = context.total(jnp.sum(rows.astype(jnp.float32)))
+    return jnp.sum(jnp.where(rows, per_query, 0.0)) / jnp.maximum(count, 1.0)

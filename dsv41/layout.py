@@ -14,7 +14,8 @@ class Layout:
 
     segments ``[B, T]``: 0 padding, 1.. documents; starts: index of the document's first token; positions: within the
     document; live: not padding; image: inside an image span. floor: the first position that a token's window may reach,
-    where windows are cut short.
+    where windows are cut short. before ``[B, W]``: of a part of a row, positions and segments of the W tokens ahead of it, 0
+    where there is none.
     """
 
     segments: jax.Array
@@ -23,6 +24,7 @@ class Layout:
     live: jax.Array
     image: jax.Array
     floor: jax.Array | None = None
+    before: tuple[jax.Array, jax.Array] | None = None
 
 
 def replay_layout(layout: Layout, start: Int[Array, "B T"]) -> Layout:

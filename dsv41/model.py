@@ -9,17 +9,18 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv41 import mhc
+from dsv41 import context, mhc
 from dsv41.block import Tokens, block, first_mix
 from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
 from dsv41.config import ModelConfig
 from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
-from dsv41.numerics import Policy, Taps, linear, record, rms_norm
+from dsv41.numerics import Policy, Taps, record, rms_norm
 from dsv41.params import TextParams
 from dsv41.plan import layer_plans
 from dsv41.site import Shared, served_kl, whole_row
+from dsv41.vocabulary import embedded, whole_logits
 
 
 @struct.dataclass
@@ -121,7 +122,7 @@ def extend(
 
 def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
     """Embedding rows copied to every residual stream (§3)."""
-    rows = params.embed[jnp.clip(ids, 0, config.vocab_size - 1)].astype(policy.compute_dtype)
+    rows = embedded(params.embed, jnp.clip(ids, 0, config.vocab_size - 1)).astype(policy.compute_dtype)
     return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
 
 
@@ -136,7 +137,7 @@ def unembed(
     params: TextParams, streams: Float[Array, "B T N D"], pre: Float[Array, "B T N"], config: ModelConfig, taps: Taps | None
 ) -> Float[Array, "B T V"]:
     """float32 logits of `final_hidden` (§3)."""
-    return linear(final_hidden(params, streams, pre, config, taps), params.head, jnp.float32)
+    return whole_logits(final_hidden(params, streams, pre, config, taps), params.head, config.vocab_size)
 
 
 def final_hidden(
@@ -150,13 +151,27 @@ def final_hidden(
     return rms_norm(hidden, params.norm, config.rms_norm_eps)
 
 
+def _row_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: ModelConfig) -> tuple[Tokens, Int[Array, "B T"]]:
+    """`make_tokens` of aligned rows, and the index that turns them back.
+
+    Of rows in parts, this device's tokens: their layout and look-backs are those of whole rows, at a few bytes a token.
+    """
+    image = jnp.zeros(ids.shape, bool) if image is None else image
+    ids, segments, image = (context.whole(a) for a in (ids, segments, image))
+    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
+    tokens = make_tokens(ids, segments, image, token_map, config)
+    if context.parts() > 1:
+        ahead = tuple(context.before(a, config.sliding_window) for a in (tokens.layout.positions, tokens.layout.segments))
+        tokens = context.part(tokens)
+        tokens = replace(tokens, layout=replace(tokens.layout, before=ahead))
+    return tokens, back
+
+
 def table_rows(
     ids: Int[Array, "B T"], segments: Int[Array, "B T"], token_map: Int[Array, " V"], config: ModelConfig, image: Any = None
 ) -> tuple[Int[Array, "B T C"], ...]:
     """Rows of each Engram table that `features` fetches for a batch, in its order."""
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, _ = _align(ids, segments, image, config.document_alignment)
-    return make_tokens(ids, segments, image, token_map, config).engram_rows
+    return _row_tokens(ids, segments, image, token_map, config)[0].engram_rows
 
 
 def features(
@@ -178,14 +193,12 @@ def features(
     want rows that start with a document.
     """
     segments = jnp.ones_like(ids) if segments is None else segments
-    image = jnp.zeros(ids.shape, bool) if image is None else image
-    ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
-    tokens = make_tokens(ids, segments, image, token_map, config)
+    tokens, back = _row_tokens(ids, segments, image, token_map, config)
     tokens = tokens if rows is None else replace(tokens, engram_rows=rows)
     behind = tokens if replay is None else replace(tokens, layout=replay_layout(tokens.layout, replay))
-    streams = embed(params, ids, config, policy)
+    streams = embed(params, tokens.ids, config, policy)
     record(taps, "embed_streams", streams)
-    residual, shared = mhc.Residual(streams, first_mix(ids, config)), Shared()
+    residual, shared = mhc.Residual(streams, first_mix(tokens.ids, config)), Shared()
     run, site = _rematerialised(policy)
     outs = []
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
@@ -199,7 +212,7 @@ def features(
     if policy.index_teacher == "served":
         kl = [*kl[1:], served_kl(shared, tokens.layout)]
     return Output(
-        jnp.take_along_axis(final_hidden(params, streams, residual.pre, config, taps), back[..., None], axis=1),
+        context.turned(final_hidden(params, streams, residual.pre, config, taps), back, config.document_alignment - 1),
         None,
         jnp.stack([out.load for out in outs]),
         jnp.stack([out.balance for out in outs]),
@@ -234,6 +247,6 @@ def forward(
     taps: a dict to fill with intermediates under their golden names. image: image-span tokens.
     """
     out = features(params, config, policy, ids, segments, token_map, taps, image)
-    logits = linear(out.hidden, params.head, jnp.float32)
+    logits = whole_logits(out.hidden, params.head, config.vocab_size)
     record(taps, "logits", logits)
     return replace(out, logits=logits)

@@ -8,6 +8,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.numerics import Taps, linear, record, swiglu
 from dsv41.params import ExpertParams, MoEParams
@@ -147,11 +148,14 @@ def expert_load(ids: Int[Array, "N k"], counted: Bool[Array, " N"], experts: int
 
 
 def sequence_balance(scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], live: Bool[Array, "B T"]) -> Float32[Array, ""]:
-    """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2)."""
+    """Sequence-wise balance loss, mean over rows with live tokens: ``sum_i f_i P_i`` (training §4.2).
+
+    Of a row in parts, this device's share of that: P is linear in the tokens, and f and the count are the whole row's.
+    """
     experts, k = scores.shape[-1], ids.shape[-1]
-    count = jnp.sum(live.astype(jnp.float32), axis=1)
+    count = context.total(jnp.sum(live.astype(jnp.float32), axis=1))
     hits = (ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None, None]) & live[:, :, None, None]
-    f = jnp.sum(hits.astype(jnp.float32), axis=(1, 2)) * experts / (k * jnp.maximum(count, 1.0))[:, None]
+    f = context.total(jnp.sum(hits.astype(jnp.float32), axis=(1, 2))) * experts / (k * jnp.maximum(count, 1.0))[:, None]
     share = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
     p = jnp.sum(jnp.where(live[..., None], share, 0.0), axis=1) / jnp.maximum(count, 1.0)[:, None]
     rows = jnp.sum((count > 0).astype(jnp.float32))

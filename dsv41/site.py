@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
-from dsv41 import attention, compress, indexer
+from dsv41 import attention, compress, context, indexer
 from dsv41.config import ModelConfig
 from dsv41.layout import Layout, visible_entries
 from dsv41.numerics import Policy, Taps, record
@@ -182,10 +182,11 @@ def publish_row(
     policy: Policy,
     taps: Taps | None,
 ) -> Shared:
-    """What a kv source publishes of a full sequence."""
+    """What a kv source publishes of a full sequence, to every device that has a part of it."""
     latent = compress.latents(x, params.compressor, config, plan.ratio)
     positions = compress.group_positions(layout.positions, plan.ratio)
-    entries, keys = publish(latent, positions, params, plan, config, policy, taps)
+    published = publish(latent, positions, params, plan, config, policy, taps)
+    entries, keys = (context.entries(a, x.shape[1], plan.ratio) for a in published)
     return replace(shared, main_kv=entries, index_k=keys)
 
 

@@ -9,6 +9,15 @@ _KEEP, _LIMIT = 8, 16
 # A UTF-8 character has at most this many bytes.
 _MAX_BYTES = 4
 _REPLACEMENT = "\ufffd"
+# Byte-level BPE spells a byte as itself where that is a letter to see, and the others in order from 256 on.
+_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_SEEN}))}
+
+
+def spelling(tokenizer: Tokenizer, id: int) -> bytes:
+    """The bytes that a token of a byte-level BPE stands for; a special one's are its name."""
+    token = tokenizer.id_to_token(id) or ""
+    return bytes(_BYTES[c] for c in token) if _BYTES.keys() >= set(token) else token.encode()
 
 
 class StreamDecoder:
@@ -67,6 +76,15 @@ class StreamDecoder:
         return text
 
 
+def begun(text: str, stops: Sequence[str]) -> int:
+    """Where the longest end of ``text`` begins that is the start, but not the whole, of one of ``stops``."""
+    longest = max(map(len, stops), default=0)
+    for at in range(max(len(text) - longest + 1, 0), len(text)):
+        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
+            return at
+    return len(text)
+
+
 class StopStrings:
     """Cuts a stream of text before the first place where any of ``stops`` (none of them empty) occurs.
 
@@ -77,7 +95,6 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._stopped = False
 
@@ -95,16 +112,9 @@ class StopStrings:
 
     def _give(self, text: str, partial: bool) -> tuple[str, bool]:
         found = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))
-        begun = self._begun(text) if partial else len(text)
+        start = begun(text, self._stops) if partial else len(text)
         # At the same place the complete one wins; without either both are at the end of the text.
-        self._stopped = found <= begun and found < len(text)
-        end = min(found, begun)
+        self._stopped = found <= start and found < len(text)
+        end = min(found, start)
         self._held = "" if self._stopped else text[end:]
         return text[:end], self._stopped
-
-    def _begun(self, text: str) -> int:
-        """Where the longest end of ``text`` begins that is the start, but not the whole, of a stop string."""
-        for at in range(max(len(text) - self._longest + 1, 0), len(text)):
-            if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in self._stops):
-                return at
-        return len(text)

@@ -112,6 +112,7 @@ class _Job:
     known: int = 0
     told: int = 0
     cached: int = 0
+    broken: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -152,8 +153,9 @@ class Engine:
         block: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.model, self.longest, self.page = model, longest or model.config.max_position_embeddings, page
-        for name, value, most in (("slots", slots, None), ("block", block, BLOCK), ("longest", self.longest, None)):
+        room = model.config.max_position_embeddings
+        self.model, self.longest, self.page = model, room if longest is None else longest, page
+        for name, value, most in (("slots", slots, None), ("block", block, BLOCK), ("longest", self.longest, room)):
             if value < 1 or (most is not None and value > most):
                 raise UserError(f"{name}: found {value}, allowed is 1 {f'to {most}' if most else 'or more'}")
         pages = slots * -(-self.longest // page) if pages is None else pages
@@ -333,6 +335,9 @@ class Engine:
         if job.known < len(job.said.ids):
             job.known += 1
             return ""
+        if np.isnan(drawn.logprobs[at]):
+            job.broken = True
+            return ""
         text = job.said.take(int(drawn.tokens[at]), float(drawn.logprobs[at]), self._ends)
         if len(job.said.ids) > job.known:
             job.known += 1
@@ -346,7 +351,11 @@ class Engine:
         return text
 
     def _heard(self, job: _Job, text: str) -> None:
-        if job.said.finish:
+        if job.broken:
+            self._end(
+                job, "error", text, "logits: found NaN or infinity, allowed are numbers; the weights or the cache are damaged"
+            )
+        elif job.said.finish:
             self._end(job, job.said.finish, text)
         else:
             self._tell(job, text)
@@ -411,7 +420,7 @@ class Engine:
         for job in jobs:
             text, n = "", job.slot
             for at in range(steps):
-                if job.said.finish or drawn.tokens[at, n] < 0:
+                if job.said.finish or job.broken or drawn.tokens[at, n] < 0:
                     break
                 text += self._take(job, drawn, (at, n))
             self._heard(job, text)

@@ -20,7 +20,7 @@ from dsv41.errors import UserError
 from dsv41.numerics import Policy
 from infer.continuation import Continuation, check_prompt
 from infer.model import Model
-from infer.sampling import Sampling, check_text, sample, sampling_rows
+from infer.sampling import Sampling, sample, sampling_rows
 from infer.steps import CHUNKS, DecoderReplay, Steps, chunk_width
 
 SMALLEST_CAPACITY = 64
@@ -189,9 +189,5 @@ class Generator:
         return last, cache
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
-        """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
-        check_text(text, name)
-        ids = self.model.tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:
-            raise UserError(f"{name}: found {text[:40]!r}, allowed is text of at least one token")
-        return [self.model.config.bos_token_id, *ids]
+        """See `Model.encode`."""
+        return self.model.encode(text, name)

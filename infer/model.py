@@ -12,6 +12,7 @@ from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
 from dsv41.params import abstract_params, text_specs
 from dsv41.tokenmap import token_map
+from infer.sampling import check_text
 from train.checkpoint import Checkpoints
 from train.tokenizer import foreign_tokenizer, tokenizer_from_json
 
@@ -25,6 +26,14 @@ class Model:
     tokenizer: Tokenizer
     token_map: np.ndarray
     step: int
+
+    def encode(self, text: str, name: str = "prompt") -> list[int]:
+        """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
+        check_text(text, name)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise UserError(f"{name}: found {text[:40]!r}, allowed is text of at least one token")
+        return [self.config.bos_token_id, *ids]
 
 
 def load_model(run: Path) -> Model:

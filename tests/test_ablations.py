@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from bench import ablations
-from bench.ablations import PLAIN, VARIANTS, Options, table
+from bench.ablations import PLAIN, VARIANTS, Options, chunk_size, table
 from dsv41.config import preset
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
@@ -35,7 +35,7 @@ def test_each_variant_takes_one_thing_away():
         changed = config != TOY
         owned = any(variant.owner(spec) != spec for spec in spec_leaves(text_specs(TOY)))
         policies = (variant.trained, variant.late, variant.scored) != (PLAIN, None, PLAIN)
-        assert changed + owned + policies == (name != "full"), name
+        assert changed + owned + policies == (name != "full") or variant.rate != 1, name
     assert families["full"] == {"muon", "sinkhorn", "adamw", "sign"} and families["adamw"] == {"adamw", "sign"}
     assert "frozen" in families["frozen-indexer"]
     dense = VARIANTS["dense"].model(TOY, 256)
@@ -62,13 +62,16 @@ def test_seeds_in_a_batch_train_as_they_would_alone(tmp_path):
     prepared = Prepared(train_tokenizer(["abc"], 300), none, [], [], rows, rows, 9 * 32, 9 * 32)
     options = Options(steps=5, seeds=2, batch_size=2, length=32, chunk=3, lr=1e-2, out=tmp_path / "t.md")
     fold = np.arange(64, dtype=np.int32)
-    [result] = ablations.run(("adamw",), config, fold, prepared, options)
-    assert len(result.losses) == 2 and len(result.scores) == 2
+    both = list(ablations.Group(("adamw", "adamw-low"), config, fold, prepared, options, chunk_size(5, 3)).train(5))
+    result = both[0]
+    assert [r.name for r in both] == ["adamw", "adamw-low"] and both[0].scores != both[1].scores
+    assert np.shape(result.losses) == (5, 2) and len(result.scores) == 2
 
     specs = map_specs(VARIANTS["adamw"].owner, text_specs(config))
     step, rates = make_train_step(config, Policy(), fold, specs=specs), warmup_hold_cosine(5, 1e-2)
     for seed in range(2):
         state, stream = init_state(config, seed, specs=specs), TrainData(rows, 2, seed)
+        metrics = {}
         for n in range(5):
             state, metrics = step(state, stream.batch(n), jnp.float32(rates(n)))
         assert abs(float(metrics["ce"]) - result.losses[-1][seed]) < 1e-4 * 4
@@ -78,11 +81,12 @@ def test_seeds_in_a_batch_train_as_they_would_alone(tmp_path):
     assert "+0.0000" in lines[-1]
 
 
-def test_variants_that_train_alike_are_trained_once():
-    groups = Counter(variant.training for variant in VARIANTS.values())
-    alike = {name for name, variant in VARIANTS.items() if groups[variant.training] > 1}
-    assert alike == {"full", "fp4-post-hoc", "release-post-hoc", "pool-at-inference", "no-pool"}
-    assert len(groups) == len(VARIANTS) - 3
+def test_variants_with_the_same_passes_are_one_program():
+    groups = Counter(variant.passes for variant in VARIANTS.values())
+    alone = {name for name, variant in VARIANTS.items() if groups[variant.passes] == 1}
+    assert alone == {"no-engram", "dense", "unshifted-mhc"}
+    assert VARIANTS["pool-at-inference"].passes == VARIANTS["no-pool"].passes != VARIANTS["full"].passes
+    assert [chunk_size(steps, 25) for steps in (2000, 600, 105, 7)] == [25, 24, 21, 1]
 
 
 @pytest.mark.parametrize("failing", [None, 1])

@@ -91,10 +91,10 @@ def test_out_is_checked_before_any_work(capsys, tmp_path, monkeypatch):
 
 
 def test_mistakes_in_arguments_are_one_line_too(capsys):
-    assert "plan, train, eval, generate, verify, demo" in _error(capsys, "plam")
+    assert "plan, train, eval, generate, serve, verify, demo" in _error(capsys, "plam")
     assert "--preset" in _error(capsys, "plan", "--presett", "toy").replace("--presett", "")
     assert _error(capsys) == (
-        "dsv41: error: found no command, allowed are plan, train, eval, generate, verify, demo, convert, bench, analyze;"
+        "dsv41: error: found no command, allowed are plan, train, eval, generate, serve, verify, demo, convert, bench, analyze;"
         " see dsv41 --help\n"
     )
     assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")

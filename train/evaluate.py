@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.commands import Eval
+from dsv41.config import ModelConfig
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
 from dsv41.model import features
@@ -84,8 +85,8 @@ def evaluate(options: Eval) -> dict[str, Any]:
     _check(options, model)
     policy = PACKED if options.packed else Policy()
     if options.dense:
-        longest = max((options.length, *options.lengths))
-        model = _dense(model, longest)
+        dense = dense_selection(model.config, max((options.length, *options.lengths)))
+        model = Model(model.params, dense, model.tokenizer, model.token_map, model.step)
     _, documents = split_corpus(load_corpus(options.data))
     ids = encode_documents(model.tokenizer, documents)
     packed = pack(ids, options.length, model.config.document_alignment)
@@ -110,12 +111,10 @@ def evaluate(options: Eval) -> dict[str, Any]:
     }
 
 
-def _dense(model: Model, length: int) -> Model:
-    """The same weights, with a selection and a pool that take every entry of ``length`` tokens."""
-    config = model.config
+def dense_selection(config: ModelConfig, length: int) -> ModelConfig:
+    """A selection and a pool that take every entry of ``length`` tokens, for the same weights."""
     blocks = -(-length // config.candidate_block_size) + 1
-    config = configure(config, index_topk=length, candidate_topk_blocks=max(blocks, config.candidate_topk_blocks))
-    return Model(model.params, config, model.tokenizer, model.token_map, model.step)
+    return configure(config, index_topk=length, candidate_topk_blocks=max(blocks, config.candidate_topk_blocks))
 
 
 def run(options: Eval) -> int:

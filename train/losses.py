@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsv41.numerics import linear
+from dsv41.vocabulary import chosen_and_log_z
 
 BALANCE_WEIGHT = 1e-4
 INDEX_KL_WEIGHT = 1.0
@@ -23,11 +24,14 @@ class Sums:
     weight: jax.Array
 
 
-def target_sums(logits: Float[Array, "*s V"], targets: Int[Array, "*s"], weights: Float[Array, "*s"]) -> Sums:
-    """The sums of some positions, in float32; a position of weight 0 adds nothing, whatever its logits are."""
-    logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+def target_sums(
+    logits: Float[Array, "*s V"], targets: Int[Array, "*s"], weights: Float[Array, "*s"], vocab: int | None = None
+) -> Sums:
+    """The sums of some positions, in float32; a position of weight 0 adds nothing, whatever its logits are.
+
+    vocab: as `dsv41.vocabulary.chosen_and_log_z` takes it.
+    """
+    chosen, log_z = chosen_and_log_z(logits.astype(jnp.float32), targets, vocab)
     total = lambda x: jnp.sum(weights * jnp.where(weights > 0, x, 0.0))  # noqa: E731
     return Sums(total(log_z - chosen), total(jnp.square(log_z)), jnp.sum(weights))
 
@@ -51,21 +55,25 @@ def chunked_sums(
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     most: int = _MOST_LOGITS,
+    vocab: int | None = None,
 ) -> Sums:
-    """`target_sums` of all positions, of which no more than ``most`` logits are there at once, in either pass."""
-    tokens, vocab = targets.size, head.shape[0]
-    chunks = -(-tokens * vocab // most)
+    """`target_sums` of all positions, of which no more than ``most`` logits are there at once, in either pass.
+
+    head: where its rows are cut over a mesh, this device's part. vocab: as `dsv41.vocabulary.chosen_and_log_z` takes it.
+    """
+    tokens = targets.size
+    chunks = -(-tokens * head.shape[0] // most)
     size = -(-tokens // chunks)
     pad = lambda a: jnp.pad(a, ((0, chunks * size - tokens), *((0, 0),) * (a.ndim - 1)))  # noqa: E731
     flat = hidden.reshape(tokens, -1), targets.reshape(tokens), weights.reshape(tokens)
     if chunks == 1:
-        return target_sums(head_logits(flat[0], head), *flat[1:])
+        return target_sums(head_logits(flat[0], head), *flat[1:], vocab)
     parts = jax.tree.map(lambda a: pad(a).reshape(chunks, size, *a.shape[1:]), flat)
 
     # Computed again by the backward pass, which else would keep every chunk's logits.
     @jax.checkpoint
     def one(head: Array, part: tuple[Array, Array, Array]) -> Sums:
-        return target_sums(head_logits(part[0], head), *part[1:])
+        return target_sums(head_logits(part[0], head), *part[1:], vocab)
 
     def add(total: Sums, part: tuple[Array, Array, Array]) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, total, one(head, part)), None

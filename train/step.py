@@ -23,6 +23,8 @@ from train.qat import fake_quantized
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
+Gradients = Callable[[TextParams, Batch], tuple[Any, Any]]
+Update = Callable[["TrainState", Any, Any, jax.Array], tuple["TrainState", Metrics]]
 EvalStep = Callable[[TextParams, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -91,15 +93,12 @@ def _touched(rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return ids.astype(jnp.int32), inverse.reshape(rows.shape).astype(jnp.int32)
 
 
-def make_train_step(
+def make_gradients(
     config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
-) -> TrainStep:
-    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+) -> Gradients:
+    """``gradients(params, batch) -> (losses, gradients)``: the part of a step that the optimizers have no say in.
 
-    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
-    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
-    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
-    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`.
+    losses: what is minimised, and (cross-entropy, balance, indexer losses, load). Otherwise as `make_train_step`.
     """
     fold = jnp.asarray(token_map, jnp.int32)
     specs = specs or text_specs(config)
@@ -153,8 +152,15 @@ def make_train_step(
         out, sums = lax.scan(add, (out, floats(grads)), rest)[0]
         return done(out, jax.tree.map(lambda s, g: g if s is None else s, sums, grads, is_leaf=lambda x: x is None))
 
-    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        (loss, (ce, balance, index_kl, load)), grads = whole(state.params, batch)
+    return whole
+
+
+def make_update(config: ModelConfig, policy: Policy, options: StepOptions = StepOptions(), specs: Any = None) -> Update:
+    """``update(state, losses, gradients, rate) -> (state, metrics)``: the rest of a step, after `make_gradients`."""
+    specs = specs or text_specs(config)
+
+    def update(state: TrainState, losses: Any, grads: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        loss, (ce, balance, index_kl, load) = losses
         with jax.named_scope("optimizer"):
             grads, norm = clip(specs, grads)
             rule = make_optimizer(specs, lambda _: rate, options.active_rows, policy.compute_dtype)
@@ -188,6 +194,25 @@ def make_train_step(
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
+    return update
+
+
+def make_train_step(
+    config: ModelConfig, policy: Policy, token_map: Any, options: StepOptions = StepOptions(), specs: Any = None
+) -> TrainStep:
+    """``step(state, batch, rate) -> (state, metrics)``, jitted, with ``state`` donated.
+
+    rate: float32 learning rate of this step. The cross-entropy is that of the whole batch (sum of nats over sum of weights)
+    in however many parts; balance and indexer loss are means over the parts. Of the Engram tables only the rows that a
+    batch reads are differentiated. A step whose loss or gradient is not finite changes nothing but the step number:
+    parameters, optimizer state and router biases stay, and ``skipped`` is 1. specs: as for `init_state`.
+    """
+    gradients = make_gradients(config, policy, token_map, options, specs)
+    update = make_update(config, policy, options, specs)
+
+    def step(state: TrainState, batch: Batch, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        return update(state, *gradients(state.params, batch), rate)
+
     return jax.jit(step, donate_argnums=0)
 
 
@@ -208,4 +233,17 @@ def make_eval_step(config: ModelConfig, policy: Policy, token_map: Any, weights:
     return jax.jit(step)
 
 
-__all__ = ["EvalStep", "Metrics", "StepOptions", "TrainState", "TrainStep", "init_state", "make_eval_step", "make_train_step"]
+__all__ = [
+    "EvalStep",
+    "Gradients",
+    "Metrics",
+    "StepOptions",
+    "TrainState",
+    "TrainStep",
+    "Update",
+    "init_state",
+    "make_eval_step",
+    "make_gradients",
+    "make_train_step",
+    "make_update",
+]

@@ -15,6 +15,7 @@ from train.packing import Packed, targets_and_weights
 from train.tokenizer import BOS_ID, EOS_ID, SPECIAL_TOKENS
 
 KEY, VALUE, PAIRS, SPAN = 2, 2, 8, 8
+ALPHABET = 256  # ids of the pairs of `pairs_row`
 # What a token of an answer, which has 2 or 8 of them, and any other weigh in training.
 _WEIGHT, _REST = 8.0, 0.25
 _MARK, _ASK, _COPY = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 3)
@@ -77,6 +78,40 @@ def make_row(task: str, hay: np.ndarray | None, length: int, vocab: int, depth: 
         at = places[n]
     ids = np.concatenate([*parts, filler[at:], question, answer, [EOS_ID]]).astype(np.int32)
     return Row(ids, np.arange(length - 1 - len(answer), length - 1), depth)
+
+
+def pairs_row(
+    hay: np.ndarray, length: int, vocab: int, depths: np.ndarray, rng: np.random.Generator, alphabet: int = ALPHABET
+) -> tuple[np.ndarray, np.ndarray]:
+    """A row of ``length`` tokens with a pair at each of ``depths`` and, at its end, a question for every one, in random order.
+
+    Also where each pair's value is told again, int[pairs, 2]. alphabet: how many ids, the last of ``vocab``, pairs are made of;
+    the hay has none of them, and no two pairs share one. Raises `UserError` for a length, a vocabulary or an alphabet too small.
+    """
+    own = len(depths) * (KEY + VALUE)
+    least = 2 * (own + len(depths)) + 2
+    if length < least:
+        raise UserError(f"length: found {length}, allowed is {least} or more for {len(depths)} pairs; nearest is {least}")
+    if alphabet < own:
+        raise UserError(f"alphabet: found {alphabet}, allowed is {own} or more for {len(depths)} pairs; nearest is {own}")
+    first = vocab - alphabet
+    if first <= _FIRST:
+        least = _FIRST + alphabet + 1
+        raise UserError(f"vocab_size: found {vocab}, allowed is {least} or more for pairs of {alphabet} ids; nearest is {least}")
+    pairs = first + rng.permutation(alphabet)[:own].reshape(len(depths), -1)
+    filler = np.asarray(hay[: length - least], np.int32)
+    filler = np.where((filler < _FIRST) | (filler >= first), rng.integers(_FIRST, first, len(filler)), filler)
+    marked = lambda mark, n: np.r_[mark, pairs[n]]  # noqa: E731
+    places = np.round(np.asarray(depths) * len(filler)).astype(int)
+    parts, at = [np.array([BOS_ID], np.int32)], 0
+    for n in np.argsort(places, kind="stable"):
+        parts += [filler[at : places[n]], marked(_MARK, n)]
+        at = places[n]
+    order = rng.permutation(len(depths))
+    row = np.concatenate([*parts, filler[at:], *(marked(_ASK, n) for n in order), [EOS_ID]]).astype(np.int32)
+    begins = np.empty(len(depths), int)
+    begins[order] = length - 1 - (1 + KEY + VALUE) * np.arange(len(depths), 0, -1) + 1 + KEY
+    return row, begins[:, None] + np.arange(VALUE)
 
 
 def _distinct(count: int, vocab: int, rng: np.random.Generator) -> list[np.ndarray]:

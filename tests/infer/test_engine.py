@@ -189,6 +189,29 @@ def test_a_step_that_fails_ends_its_own_requests_alone(engine, monkeypatch):
         assert name == "fill" or (right.ids, right.logprobs) == (alone.ids, alone.logprobs)
 
 
+@pytest.mark.pitfall("H1")
+def test_logits_that_are_no_numbers_end_a_request(engine, monkeypatch):
+    """Beside one whose logits are."""
+    right, wrong = (ask(engine, prompt(5, seed), max_new_tokens=20) for seed in (0, 1))
+    while not wrong.ids:
+        engine.step()
+    decode, slot, made = engine.device.decode, engine._jobs[wrong.id].slot, len(wrong.ids)
+
+    def damaged(*args):
+        drawn = decode(*args)
+        values = np.array(drawn.logprobs)
+        values[2:, slot] = np.nan
+        return drawn.replace(logprobs=values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.device, "decode", damaged)
+        while not wrong.last:
+            engine.step()
+    drain(engine)
+    assert wrong.last.finish == "error" and "NaN" in wrong.last.error and len(wrong.ids) == made + 2
+    assert np.isfinite(wrong.logprobs).all() and len(right.ids) == 20
+
+
 def test_a_callback_that_raises_ends_its_request_alone(engine):
     def hear(_):
         raise OSError("nobody listens")
@@ -287,6 +310,7 @@ def test_what_can_never_run_is_refused(engine):
         ({"page": 3}, "page: found 3, allowed is a positive multiple of 2"),
         ({"slots": 0}, "slots: found 0, allowed is 1 or more"),
         ({"block": 17}, "block: found 17, allowed is 1 to 16"),
+        ({"longest": 129}, "longest: found 129, allowed is 1 to 128"),
         ({"pages": 0}, "pages: found 0"),
     ):
         with pytest.raises(UserError, match=message):

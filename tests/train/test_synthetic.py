@@ -9,7 +9,21 @@ from dsv41.errors import UserError
 from train.data import to_batch
 from train.packing import Packed
 from train.replay import replayed
-from train.synthetic import _ASK, _COPY, _FIRST, _MARK, KEY, SPAN, TASKS, VALUE, make_row, mixed, task_accuracy, to_task_batch
+from train.synthetic import (
+    _ASK,
+    _COPY,
+    _FIRST,
+    _MARK,
+    KEY,
+    SPAN,
+    TASKS,
+    VALUE,
+    make_row,
+    mixed,
+    pairs_row,
+    task_accuracy,
+    to_task_batch,
+)
 from train.tokenizer import BOS_ID, EOS_ID
 
 
@@ -78,6 +92,28 @@ def test_part_of_a_batch_becomes_tasks_with_its_own_text_as_hay():
         np.testing.assert_array_equal(made.targets[n][answer], solve(made.ids[n]))
     again = mixed(batch, 0.5, 300, np.random.default_rng(1))
     np.testing.assert_array_equal(made.ids, again.ids)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(100, 200), st.integers(0, 99))
+def test_every_pair_of_a_row_is_asked_for_and_its_tokens_stand_nowhere_else(depths, length, seed):
+    ids, answers = pairs_row(np.arange(length) % 250, length, 300, np.array(depths), np.random.default_rng(seed), 40)
+    assert ids.shape == (length,) and ids.dtype == np.int32 and answers.shape == (len(depths), VALUE)
+    hay = length - 10 * len(depths) - 2
+    for depth, answer in zip(depths, answers, strict=True):
+        own = ids[answer[0] - KEY : answer[-1] + 1]
+        assert ids[answer[0] - KEY - 1] == _ASK
+        (told,) = (n for n in np.flatnonzero(ids == _MARK) if ids[n + 1] == own[0])
+        np.testing.assert_array_equal(ids[told + 1 : told + 1 + KEY + VALUE], own)
+        assert all((ids == token).sum() == 2 for token in own)
+        before = int((ids[:told] == _MARK).sum())
+        assert told - 1 - 5 * before == round(depth * hay)
+    assert answers.max() == length - 2 and ids[-1] == EOS_ID
+    with pytest.raises(UserError, match="length: found 20, allowed is 22 or more for 2 pairs; nearest is 22"):
+        pairs_row(ids, 20, 300, np.zeros(2), np.random.default_rng(0))
+    with pytest.raises(UserError, match="vocab_size: found 46, allowed is 47 or more for pairs of 40 ids; nearest is 47"):
+        pairs_row(ids, 100, 46, np.zeros(2), np.random.default_rng(0), 40)
+    with pytest.raises(UserError, match="alphabet: found 7, allowed is 8 or more for 2 pairs; nearest is 8"):
+        pairs_row(ids, 100, 300, np.zeros(2), np.random.default_rng(0), 7)
 
 
 @given(st.integers(0, 999), st.integers(1, 8), st.booleans())

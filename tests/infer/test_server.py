@@ -1,0 +1,590 @@
+"""The server on loopback: the official client's calls, wrong, large, slow and many requests, and clients that leave."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from dsv41 import cli
+from infer.chat import ChatTokens, render
+from infer.engine import Engine, Event, Metrics, Request, Usage
+from infer.sampling import Sampling
+from infer.server import Limits, Service, listen, server
+from tests.models import tiny_model
+
+# The least that compiles, as programs cost most of the time: window, and Full with a pool.
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "compress_ratios": (0, 1),
+    "kv_source_layer_ids": (1,),
+    "index_source_layer_ids": (1,),
+    "candidate_source_layer_id": 1,
+    "engram_layer_ids": (),
+    "engram_num_embeddings": (),
+    "dspark_target_layer_ids": (1,),
+}
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@contextlib.contextmanager
+def serving(service, wait=True):
+    """The service's address."""
+    with listen("127.0.0.1", 0) as listening:
+        running = server(service)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+        service.start()
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            while wait and httpx.get(f"{url}/health").status_code != 200:
+                time.sleep(0.02)
+            yield url
+        finally:
+            running.should_exit = True
+            thread.join()
+            service.stop()
+
+
+class Scripted(Engine):
+    """An engine that says what it is told to, a few letters at a time, once `go` is set."""
+
+    script = "hello"
+    finish = "stop"
+    broken = False
+
+    def __init__(self, model, *_, **__):
+        self.model, self.longest, self.page = model, 2048, 64
+        self.allocator = type("Pages", (), {"pages": 32})()
+        self.jobs, self.aborted, self.asked = {}, [], []
+        self.go, self.warm = threading.Event(), threading.Event()
+        self.go.set()
+        self.warm.set()
+
+    def submit(self, request, on_event):
+        self.asked.append(request)
+        self.jobs[len(self.asked)] = [on_event, 0]
+        return len(self.asked)
+
+    def abort(self, id):
+        self.aborted.append(id)
+        self.jobs.pop(id, None)
+
+    def wait(self, timeout):
+        return (self.go.wait(0.01) and bool(self.jobs)) or time.sleep(0.01) is not None
+
+    def warm_up(self):
+        assert self.warm.wait(10)
+
+    def metrics(self):
+        return Metrics(
+            5, 2, 3, {"stop": 1, "length": 0, "abort": 0, "error": 0}, 0, 0, len(self.jobs), 32, 32, (1, 0.5), (2, 0.25)
+        )
+
+    def step(self):
+        if self.broken:
+            raise RuntimeError("out of luck")
+        for id, job in list(self.jobs.items()):
+            on_event, at = job
+            job[1] = at + 3
+            text, done = self.script[at : at + 3], at + 3 >= len(self.script)
+            usage = Usage(7, 4, len(self.script)) if done else None
+            if done:
+                self.jobs.pop(id, None)
+            error = "no luck" if done and self.finish == "error" else None
+            on_event(Event(id, text, tuple(range(3, 3 + len(text))), (-0.5,) * len(text), ((),) * len(text),
+                           self.finish if done else None, usage, error))  # fmt: skip
+        return True
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(**TWO_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def service(model):
+    engine = Engine(model, slots=4, longest=128, page=128, pages=12, chunks=(16,), block=8)
+    return Service(engine, "tiny", Limits(body=4096))
+
+
+@pytest.fixture(scope="module")
+def url(service):
+    with serving(service) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def alone(service, ids, **rule):
+    """The text that the engine gives a request, asked without HTTP."""
+    said, done = [], threading.Event()
+
+    def hear(event):
+        said.append(event)
+        if event.finish:
+            done.set()
+
+    service.engine.submit(Request(ids, Sampling(**rule)), hear)
+    assert done.wait(60)
+    return "".join(event.text for event in said), [id for event in said for id in event.ids]
+
+
+def test_completions(service, client):
+    encode = service.engine.model.encode
+    ids = encode("def f1(a")
+    want, new = alone(service, ids, max_new_tokens=20)
+    ask = lambda prompt, **options: client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)  # noqa: E731
+    got = ask("def f1(a", max_tokens=20)
+    assert (got.object, got.model, got.choices[0].text, got.choices[0].finish_reason) == (
+        "text_completion",
+        "tiny",
+        want,
+        "length",
+    )
+    assert got.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": 20,
+        "total_tokens": len(ids) + 20,
+    }
+    assert got.usage.prompt_tokens_details.cached_tokens == 0
+    assert ask(ids, max_tokens=20).choices[0].text == want
+    assert ask("def f1(a").usage.completion_tokens == 16 and ask("x", max_tokens=0).choices[0].text == ""
+    # Several prompts, several choices each, echo.
+    many = ask(["def f1(a", encode("b + ")], max_tokens=9, n=2, echo=True)
+    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+    assert many.choices[0].text == many.choices[1].text == "def f1(a" + alone(service, ids, max_new_tokens=9)[0]
+    assert many.choices[2].text.startswith("<bos>b + ") and many.usage.prompt_tokens == len(ids) + len(encode("b + "))
+    assert many.usage.completion_tokens == 36
+    # A stop string is no part of the text, and a stop id ends it.
+    cut = next(n for n in range(4, 15) if want[n : n + 2] not in want[: n + 1])
+    stopped = ask("def f1(a", max_tokens=20, stop=[want[cut : cut + 2], "\0"])
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (want[:cut], "stop")
+    by_id = ask("def f1(a", max_tokens=20, extra_body={"stop_token_ids": [new[3]]})
+    assert by_id.usage.completion_tokens == new.index(new[3]) and by_id.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.pitfall("O4")
+def test_seeds(client):
+    ask = lambda **options: [choice.text for choice in client.completions.create(model="tiny", prompt="a", **options).choices]  # noqa: E731
+    one = ask(seed=3, n=3, max_tokens=12)
+    assert one == ask(seed=3, n=3, max_tokens=12) and len(set(one)) == 3 and ask(seed=3, max_tokens=12) == one[:1]
+    assert ask(seed=3 + 2**32, max_tokens=12) == one[:1] and ask(seed=-5, max_tokens=3)
+    assert len({ask(max_tokens=12)[0] for _ in range(4)}) > 1
+
+
+def test_logprobs(service, client):
+    _, new = alone(service, service.engine.model.encode("def"), max_new_tokens=12)
+    ask = lambda **options: client.completions.create(model="tiny", prompt="def", max_tokens=12, temperature=0, **options)  # noqa: E731
+    told = ask(logprobs=2).choices[0].logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset) == len(new)
+    # Greedy: the one taken is the likeliest.
+    assert told.token_logprobs == [max(top.values()) for top in told.top_logprobs] and all(
+        len(top) == 2 for top in told.top_logprobs
+    )
+    assert ask(logprobs=0).choices[0].logprobs.token_logprobs == told.token_logprobs
+    streamed = [chunk.choices[0].logprobs for chunk in ask(logprobs=2, stream=True) if chunk.choices[0].logprobs]
+    assert [token for one in streamed for token in one.tokens] == told.tokens
+    assert [offset for one in streamed for offset in one.text_offset] == told.text_offset
+    options = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+    content = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert len(content) == 8 and all(len(token.top_logprobs) == 3 for token in content)
+    assert all(token.logprob == token.top_logprobs[0].logprob and token.bytes == token.top_logprobs[0].bytes for token in content)
+    chunks = client.chat.completions.create(**options, stream=True)
+    told = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert [token.model_dump() for token in told] == [token.model_dump() for token in content]
+
+
+@pytest.mark.pitfall("J4")
+def test_streams_are_the_whole_in_pieces(client):
+    options = {"model": "tiny", "temperature": 0.9, "seed": 1, "max_tokens": 30, "n": 2}
+    whole = client.completions.create(prompt="é🙂", **options)
+    chunks = list(client.completions.create(prompt="é🙂", stream=True, stream_options={"include_usage": True}, **options))
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage and chunks[0].usage is None
+    assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 5
+    for n, choice in enumerate(whole.choices):
+        mine = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == n]
+        assert "".join(one.text for one in mine) == choice.text
+        assert [one.finish_reason for one in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
+    whole = client.chat.completions.create(messages=HI, **options)
+    chunks = list(client.chat.completions.create(messages=HI, stream=True, **options))
+    assert chunks[0].choices[0].delta.role == "assistant" and all(len(chunk.choices) == 1 for chunk in chunks)
+    for n, choice in enumerate(whole.choices):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == n]
+        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        assert mine[-1].finish_reason == choice.finish_reason == "length"
+
+
+def test_chat_asks_for_the_rendered_prompt(service, client):
+    config = service.engine.model.config
+    ids = ChatTokens(service.engine.model.tokenizer, config.bos_token_id, config.eos_token_id).ids(render(HI))
+    got = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_completion_tokens=9)
+    assert got.choices[0].message.content == alone(service, ids, max_new_tokens=9)[0] and got.usage.prompt_tokens == len(ids)
+    assert got.choices[0].message.role == "assistant" and got.choices[0].message.tool_calls is None
+
+
+def test_models_health_and_metrics(service, url, client):
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "dsv41"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    before = service.engine.metrics()
+    client.completions.create(model="tiny", prompt="abc", max_tokens=4, temperature=0)
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(told["dsv41_new_tokens_total"]) >= before.new_tokens + 4 and told["dsv41_ready"] == "1.0"
+    assert (
+        float(told["dsv41_time_to_first_token_seconds_count"]) >= 1 and told["dsv41_free_pages"] == told["dsv41_pages"] == "12.0"
+    )
+    assert float(told['dsv41_http_responses_total{path="/v1/completions",status="200"}']) >= 1
+
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        (COMPLETION, {}, 400, "prompt: found none"),
+        (COMPLETION, {"prompt": None}, 400, "prompt: found none"),
+        (COMPLETION, {"prompt": ""}, 400, "prompt: found ''"),
+        (COMPLETION, {"prompt": []}, 400, "prompt: found none"),
+        (COMPLETION, {"prompt": [3, "a"]}, 400, "prompt: found 3"),
+        (COMPLETION, {"prompt": [3, 5000]}, 400, "prompt: found token id 5000"),
+        (COMPLETION, {"prompt": [10**30]}, 400, "prompt: found token id"),
+        (COMPLETION, {"prompt": ["a"] * 129}, 400, "prompt: found 129"),
+        (COMPLETION, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens: found -1, allowed is 0 or more"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 200}, 400, "tokens and max_tokens 200, allowed is 128 together"),
+        (COMPLETION, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens: found '9', allowed is a whole number"),
+        (COMPLETION, {"prompt": "a", "max_tokens": True}, 400, "max_tokens: found True"),
+        (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature: found -1"),
+        (COMPLETION, {"prompt": "a", "top_p": 0}, 400, "top_p: found 0"),
+        (COMPLETION, {"prompt": "a", "n": 0}, 400, "n: found 0, allowed is 1 to 128"),
+        (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs: found 21, allowed is 0 to 20"),
+        (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, 400, "logprobs: found with echo"),
+        (COMPLETION, {"prompt": "a", "stop": ""}, 400, "stop: found ''"),
+        (COMPLETION, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop: found"),
+        (COMPLETION, {"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids: found -1"),
+        (COMPLETION, {"prompt": "a", "best_of": 3}, 400, "best_of: found 3"),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias: found"),
+        (COMPLETION, {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'?"),
+        (COMPLETION, {"prompt": "a", "\ud800": 1}, 400, "body: found a field"),
+        (COMPLETION, {"prompt": "a", "stream": 1}, 400, "stream: found 1, allowed is true or false"),
+        (COMPLETION, {"prompt": "\ud800"}, 400, "allowed is valid Unicode"),
+        (COMPLETION, {"prompt": "a", "model": "tinny"}, 404, "did you mean 'tiny'?"),
+        (CHAT, {}, 400, "messages: found none"),
+        (CHAT, {"messages": "hi"}, 400, "messages: found 'hi', allowed is a list"),
+        (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, 400, "did you mean 'user'?"),
+        (CHAT, {"messages": HI, "max_tokens": -1}, 400, "max_tokens: found -1"),
+        (CHAT, {"messages": HI, "max_completion_tokens": -1}, 400, "max_completion_tokens: found -1"),
+        (CHAT, {"messages": HI, "reasoning_effort": "higher"}, 400, "did you mean 'high'?"),
+        (CHAT, {"messages": HI, "thinking": 3}, 400, "thinking: found 3"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice: found 'required'"),
+        (CHAT, {"messages": HI, "tools": [{"type": "x"}]}, 400, "tools: found"),
+        (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "top_logprobs: found without logprobs"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format: found"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages: found 5"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+        ("/health", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_wrong_requests(url, path, body, status, said):
+    got = httpx.post(f"{url}{path}", content=json.dumps(body))
+    error = got.json()["error"]
+    assert got.status_code == status and said in error["message"] and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"] and len(error["message"]) < 300
+    if status == 400:
+        assert (
+            error["param"] is None if said.startswith("body") or "did you mean 't" in said else error["param"] in error["message"]
+        )
+
+
+def test_the_client_raises_its_own_errors(client):
+    with pytest.raises(openai.BadRequestError, match="max_tokens: found -1") as found:
+        client.completions.create(model="tiny", prompt="a", max_tokens=-1)
+    assert found.value.param == "max_tokens" and found.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as found:
+        client.chat.completions.create(model="huge", messages=HI)
+    assert found.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff\xfe", b"[" * 3000, b'{"prompt": 1' + b"0" * 3900 + b"}"])
+def test_bodies_that_are_no_requests(url, body):
+    got = httpx.post(f"{url}{COMPLETION}", content=body)
+    assert got.status_code == 400 and got.json()["error"]["message"].startswith(("body: found no", "prompt: found"))
+
+
+def talk(url, *parts, wait=0.0):
+    """Everything that the server answers to raw bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as wire:
+        for part in parts:
+            wire.sendall(part)
+            time.sleep(wait)
+        return b"".join(iter(lambda: wire.recv(65536), b""))
+
+
+def test_large_and_slow_bodies(model):
+    service = Service(Scripted(model), "said", Limits(arrival=0.4, body=4096))
+    with serving(service) as url:
+        large = json.dumps({"prompt": "a" * 6000})
+        for content in (large, iter([large.encode()[:3000], large.encode()[3000:]])):
+            got = httpx.post(f"{url}{COMPLETION}", content=content)
+            assert got.status_code == 413 and "allowed is 4096" in got.json()["error"]["message"]
+        # More than is read on: the answer comes, and the rest goes unread.
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+            assert httpx.post(f"{url}{COMPLETION}", content=b"x" * 2**22).status_code == 413
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        for parts in ([head, b'{"prompt'], [head], [b"POST /v1/completions HTTP/1.1\r\nhost"], []):
+            got = talk(url, *parts)
+            assert got.startswith(b"HTTP/1.1 408") and b'{"error":' in got.replace(b" ", b"")
+        # A head in pieces, in time, and a connection that is used again.
+        asked = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+        assert talk(url, asked[:9], asked[9:] + b"connection: close\r\n\r\n", wait=0.01).startswith(b"HTTP/1.1 200")
+        got = talk(url, asked + b"\r\n", asked[:9], wait=0.01)
+        assert got.startswith(b"HTTP/1.1 200") and got.count(b"HTTP/1.1 408") == 1
+        assert talk(url, b"NONSENSE\r\n\r\n").startswith(b"HTTP/1.1 400")
+        assert httpx.get(f"{url}/health").status_code == 200 and service._running == 0
+
+
+def test_many_at_once(service, url):
+    want = alone(service, service.engine.model.encode("ab"), max_new_tokens=3)[0]
+
+    async def all_of_them():
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
+            body = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
+            asked = [http.post(f"{url}{COMPLETION}", json={**body, "stream": n % 2 == 1}) for n in range(200)]
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(all_of_them())
+    assert {answer.status_code for answer in answers} == {200}
+    for answer in answers[::2]:
+        assert answer.json()["choices"][0]["text"] == want
+    for answer in answers[1::2]:
+        chunks = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1]) == want and chunks[-1] == "[DONE]"
+    now = service.engine.metrics()
+    assert now.free_pages == now.pages and service._running == 0
+
+
+def eventually(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def scripted(model):
+    engine = Scripted(model)
+    service = Service(engine, "said", Limits(requests=2, seconds=60.0, arrival=5.0))
+    with serving(service) as url:
+        service.url = url
+        yield service
+
+
+def chat(scripted, script, **options):
+    """The one choice of a chat, and that its stream says the same."""
+    scripted.engine.script = script
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
+        ask = {"model": "said", "messages": HI, **options}
+        choice = client.chat.completions.create(**ask).choices[0]
+        deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    join = lambda name: "".join(getattr(one.delta, name, None) or "" for one in deltas)  # noqa: E731
+    message = choice.message
+    calls = [call for one in deltas for call in one.delta.tool_calls or ()]
+    assert (join("content"), join("reasoning_content")) == (message.content, getattr(message, "reasoning_content", ""))
+    assert [call.function.model_dump() for call in calls] == [c.function.model_dump() for c in message.tool_calls or ()]
+    assert deltas[-1].finish_reason == choice.finish_reason
+    return choice
+
+
+def test_thinking_and_tools(scripted):
+    value = '<｜DSML｜ parameter name="x" string="false">[1, "é"]</｜DSML｜ parameter>'
+    call = f'<｜DSML｜ invoke name="add">\n{value}\n</｜DSML｜ invoke>\n'
+    said = f"why</think>sum\n\n<｜DSML｜ calls>\n{call}{call}</｜DSML｜ calls>"
+    choice = chat(scripted, said, tools=TOOLS, reasoning_effort="low")
+    assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == ("why", "sum", "tool_calls")
+    calls = choice.message.tool_calls
+    assert [(one.type, one.function.name, json.loads(one.function.arguments)) for one in calls] == [
+        ("function", "add", {"x": [1, "é"]})
+    ] * 2
+    assert len({one.id for one in calls}) == 2
+    text = scripted.engine.model.tokenizer.decode(scripted.engine.asked[-1].ids)
+    assert (
+        "Reasoning Effort: 50 " in text
+        and '{"name": "add", "parameters": {"type": "object"}}' in text
+        and text.endswith("<think>")
+    )
+    # Malformed, cut off, or not asked for: it is content.
+    broken = said.removeprefix("why</think>").replace('"é"]', "")
+    assert chat(scripted, broken, tools=TOOLS).message.content == broken
+    assert chat(scripted, broken[:60], tools=TOOLS).message.content == broken[:60]
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        plain = chat(scripted, said, **options)
+        assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (said, None, "stop")
+    assert not hasattr(plain.message, "reasoning_content")
+    for asked in ({"thinking": {"type": "enabled"}}, {"thinking": True}, {"thinking": True, "reasoning_effort": 75}):
+        assert chat(scripted, "a</think>b", extra_body=asked).message.content == "b"
+        assert "Reasoning Effort: 75 " in scripted.engine.model.tokenizer.decode(scripted.engine.asked[-1].ids)
+    for asked in ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}, {"thinking": False, "reasoning_effort": 1}):
+        assert chat(scripted, "a</think>b", extra_body=asked).message.content == "a</think>b"
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}
+    assert chat(scripted, "[]", response_format=form).message.content == "[]"
+    assert "## Response Format" in scripted.engine.model.tokenizer.decode(scripted.engine.asked[-1].ids)
+    usage = httpx.post(f"{scripted.url}{CHAT}", json={"messages": HI, "n": 3}).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]) == (7, 6, {"cached_tokens": 4})
+
+
+def test_too_many_too_long_and_gone(scripted):
+    engine, url = scripted.engine, scripted.url
+    engine.go.clear()
+    ask = {"prompt": "a", "stream": True, "n": 2}
+    with contextlib.ExitStack() as stack:
+        for body in (ask, {**ask, "stream": False}):
+            wire = stack.enter_context(contextlib.closing(socket.create_connection(url.removeprefix("http://").split(":"))))
+            text = json.dumps(body).encode()
+            wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+        eventually(lambda: len(engine.jobs) == 4)
+        busy = httpx.post(f"{url}{COMPLETION}", json=ask)
+        assert (
+            busy.status_code == 429 and busy.json()["error"]["type"] == "rate_limit_error" and busy.headers["retry-after"] == "1"
+        )
+        assert (
+            httpx.get(f"{url}/health").status_code == 200
+            and "dsv41_http_requests_running 2.0" in httpx.get(f"{url}/metrics").text
+        )
+    # Both have left.
+    eventually(lambda: not engine.jobs and scripted._running == 0)
+    assert sorted(engine.aborted) == [1, 2, 3, 4]
+    scripted.limits = Limits(seconds=0.2)
+    for stream in (False, True):
+        late = httpx.post(f"{url}{COMPLETION}", json={"prompt": "a", "stream": stream})
+        assert late.status_code == 504 and "0.2 s" in late.json()["error"]["message"]
+    eventually(lambda: not engine.jobs)
+    engine.go.set()
+    assert httpx.post(f"{url}{COMPLETION}", json={"prompt": "a"}).json()["choices"][0]["text"] == "hello"
+
+
+def test_a_stream_that_stops_says_why(scripted):
+    engine = scripted.engine
+    engine.finish = "error"
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="no luck"):
+            client.completions.create(model="said", prompt="a")
+        heard = []
+        stream = client.completions.create(model="said", prompt="a", stream=True)
+        with pytest.raises(openai.APIError, match="no luck"):
+            heard.extend(chunk.choices[0].text for chunk in stream)
+        assert heard == ["hel"]
+        # Time is up in the middle.
+        engine.finish, engine.script = "stop", "hello" * 10_000
+        scripted.limits = Limits(seconds=0.5)
+        with pytest.raises(openai.APIError, match=r"0\.5 s"):
+            list(client.completions.create(model="said", prompt="a", stream=True))
+        eventually(lambda: not engine.jobs)
+        # And the engine's own end.
+        engine.go.clear()
+        scripted.limits, engine.script = Limits(), "hello"
+        stream = threading.Thread(target=lambda: heard.append(httpx.post(f"{scripted.url}{CHAT}", json={"messages": HI})))
+        stream.start()
+        eventually(lambda: engine.jobs)
+        engine.broken = True
+        engine.go.set()
+        stream.join()
+        assert heard[-1].status_code == 503 and "out of luck" in heard[-1].json()["error"]["message"]
+        health = httpx.get(f"{scripted.url}/health")
+        assert health.status_code == 503 and "out of luck" in health.json()["error"]["message"]
+
+
+def test_the_example_of_the_docs(scripted, capsys):
+    scripted.api.name = "toy"
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    example = textwrap.dedent(page[page.index("    from openai") : page.index("| path |")])
+    assert "from openai" in example and "http://127.0.0.1:8000" in example
+    with warnings.catch_warnings():
+        # The example leaves its client open.
+        warnings.simplefilter("ignore", ResourceWarning)
+        exec(example.replace("http://127.0.0.1:8000", scripted.url), {})
+        gc.collect()
+    assert capsys.readouterr().out == "hello\nhello"
+
+
+def test_the_key_and_not_ready(model):
+    engine = Scripted(model)
+    engine.warm.clear()
+    service = Service(engine, "said", key="sëcret")
+    with serving(service, wait=False) as url:
+        key = {"Authorization": "Bearer sëcret".encode()}
+        assert httpx.get(f"{url}/health").status_code == 503
+        early = httpx.post(f"{url}{CHAT}", json={"messages": HI}, headers=key)
+        assert early.status_code == 503 and "compiled" in early.json()["error"]["message"]
+        engine.warm.set()
+        eventually(lambda: httpx.get(f"{url}/health").status_code == 200)
+        for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "sëcret".encode()}):
+            for path in (CHAT, COMPLETION, "/v1/models"):
+                wrong = httpx.get(f"{url}{path}", headers=headers)
+                assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{url}/v1/models", headers=key).status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def test_command(capsys, monkeypatch, tmp_path, model):
+    """Bad input ends with one line; a server ends with Ctrl-C."""
+
+    def fails(*words):
+        assert cli.run(["serve", "--checkpoint", str(tmp_path), *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
+
+    assert "no checkpoint" in fails("--port", "0")
+    assert "--port: found 70000, allowed is 0" in fails("--port", "70000")
+    assert "--timeout: found 0.0, allowed is above 0" in fails("--timeout", "0")
+    with listen("127.0.0.1", 0) as taken:
+        assert "Address already in use" in fails("--port", str(taken.getsockname()[1]))
+    assert "--port: cannot listen on nowhere.invalid" in fails("--host", "nowhere.invalid")
+    monkeypatch.setattr("infer.model.load_model", lambda run: model)
+    monkeypatch.setattr("infer.engine.Engine", Scripted)
+    monkeypatch.setenv("DSV41_API_KEY", "k")
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    heard = []
+
+    def ask():
+        try:
+            with contextlib.suppress(httpx.TransportError), httpx.Client() as http:
+                eventually(lambda: _ready(http, port))
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k") as client:
+                heard.append(client.completions.create(model="run", prompt="a").choices[0].text)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert cli.run(["serve", "--checkpoint", str(tmp_path / "run"), "--port", str(port)]) == 130
+    thread.join()
+    assert heard == ["hello"]
+    assert capsys.readouterr().out == f"serving run at http://127.0.0.1:{port}/v1; compiling\nready\n"
+
+
+def _ready(http, port):
+    with contextlib.suppress(httpx.TransportError):
+        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    return False
