@@ -26,13 +26,12 @@ _TILED_BYTES: Any = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128
 @dataclass(frozen=True)
 class Tile:
     """Static choices. rows: of a group; consumers: multiplying warpgroups; parts: accumulators of each, 64 output columns (gate
-    and up are two); stages: slots of the ring; lines: that a slot has of each row, next to each other in device memory."""
+    and up are two); stages: slots of the ring."""
 
     rows: int = 16
     consumers: int = 2
     parts: int = 2
     stages: int = 4
-    lines: int = 1
 
 
 def quantized_product(
@@ -56,7 +55,6 @@ def quantized_product(
     paired, native = len(weights) == 2, interpret is None
     assert not paired or tile.parts == 2
     lines, stages = depth // codes.depth, tile.stages
-    slots = pl.cdiv(lines, tile.lines)
     blocks, own_blocks = codes.depth // BLOCK, codes.turn // BLOCK
     wide = tile.consumers * COLS
     out_cols = wide * (1 if paired else tile.parts)
@@ -83,22 +81,22 @@ def quantized_product(
 
             def visit(number: Any, group: Any, row: Any, _: Any, col: Any) -> None:
                 def one_step(k: Any, _: None) -> None:
-                    step = number * slots + k
+                    step = number * lines + k
                     slot = slot_of(step)
                     pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     for part in range(tile.parts):
                         which, first = source(part, col)
-                        stored = codes_refs[which].at[group, pl.ds(first, wide), pl.ds(k * tile.lines * LINE, tile.lines * LINE)]
+                        stored = codes_refs[which].at[group, pl.ds(first, wide), pl.ds(k * LINE, LINE)]
                         plgpu.copy_gmem_to_smem(stored, codes_smem.at[slot, part], full.at[slot])
-                    for block in range(tile.lines * blocks):
-                        deep = pl.ds(k * tile.lines * codes.depth + block * BLOCK, BLOCK)
+                    for block in range(blocks):
+                        deep = pl.ds(k * codes.depth + block * BLOCK, BLOCK)
                         plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, tile.rows), deep], x_flat.at[slot, block], full.at[slot])
 
-                lax.fori_loop(0, slots, one_step, None)
+                lax.fori_loop(0, lines, one_step, None)
 
             number, _, _ = walk(sizes_ref, tile.rows, col_tiles, ctas, visit)
             for slot in range(stages):
-                pl.when(number * slots > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
+                pl.when(number * lines > slot)(lambda slot=slot: plgpu.barrier_wait(empty.at[slot]))
 
         def consumer() -> None:
             # All of what the launch has given the warpgroups; to ask for more is to wait for ever.
@@ -117,36 +115,32 @@ def quantized_product(
                     return [unpack.load_scales(scales_refs[which], group, first, k, codes) for which, first in places]
 
                 def each_line(use: Any, carry: Any) -> Any:
-                    """Over the ring's slots and their lines; a slot is freed once it is used."""
+                    """Over the ring's slots, each freed once it is used."""
 
-                    def one_slot(k: Any, carry: Any) -> Any:
-                        slot, first = slot_of(number * slots + k), k * tile.lines
+                    def one_line(k: Any, carry: Any) -> Any:
+                        slot = slot_of(number * lines + k)
                         plgpu.barrier_wait(full.at[slot])
-                        if tile.lines == 1:
-                            carry = use(k, slot, jnp.int32(0), carry)
-                        else:
-                            left = jnp.minimum(lines - first, tile.lines)
-                            carry = lax.fori_loop(0, left, lambda j, carry: use(first + j, slot, j, carry), carry)
+                        carry = use(k, slot, carry)
                         plgpu.barrier_arrive(empty.at[slot])
                         return carry
 
-                    return lax.fori_loop(0, slots, one_slot, carry)
+                    return lax.fori_loop(0, lines, one_line, carry)
 
-                def unpacked(slot: Any, j: Any, part: int, turn: int, scales: list[Any]) -> Any:
+                def unpacked(slot: Any, part: int, turn: int, scales: list[Any]) -> Any:
                     stored = codes_smem.at[slot, part, pl.ds(wg * COLS, COLS)]
-                    return unpack.registers(unpack.load_codes(stored, j, turn, _TILED_BYTES), scales[part], codes, turn)
+                    return unpack.registers(unpack.load_codes(stored, turn, _TILED_BYTES), scales[part], codes, turn)
 
-                def place(slot: Any, j: Any, turn: int, i: int) -> Any:
-                    return x_tiled.at[slot, j * blocks + turn * own_blocks + i]
+                def place(slot: Any, turn: int, i: int) -> Any:
+                    return x_tiled.at[slot, turn * own_blocks + i]
 
                 def accumulate(*accs: Any) -> Any:
-                    def use(k: Any, slot: Any, j: Any, scales: list[Any]) -> list[Any]:
+                    def use(k: Any, slot: Any, scales: list[Any]) -> list[Any]:
                         later = scales_of(jnp.minimum(k + 1, lines - 1))
                         for turn in range(unpack.TURNS):
                             for part, acc in enumerate(accs):
-                                a = unpacked(slot, j, part, turn, scales)
+                                a = unpacked(slot, part, turn, scales)
                                 for i in range(own_blocks):
-                                    b = place(slot, j, turn, i).transpose((1, 0))
+                                    b = place(slot, turn, i).transpose((1, 0))
                                     plgpu.wgmma(acc, a[:, i * BLOCK : (i + 1) * BLOCK], b)
                                 plgpu.wgmma_wait(own_blocks)
                         plgpu.wgmma_wait(0)
@@ -155,19 +149,17 @@ def quantized_product(
                     each_line(use, scales_of(jnp.int32(0)))
                     return [acc[...] for acc in accs]
 
-                def narrowly(k: Any, slot: Any, j: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+                def narrowly(k: Any, slot: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
                     scales, sums = carry
                     later = scales_of(jnp.minimum(k + 1, lines - 1))
                     for turn in range(unpack.TURNS):
-                        own_x = [narrow.load_rows(place(slot, j, turn, i), TILED) for i in range(own_blocks)]
-                        sums = [
-                            narrow.multiply(acc, unpacked(slot, j, part, turn, scales), own_x) for part, acc in enumerate(sums)
-                        ]
+                        own_x = [narrow.load_rows(place(slot, turn, i), TILED) for i in range(own_blocks)]
+                        sums = [narrow.multiply(acc, unpacked(slot, part, turn, scales), own_x) for part, acc in enumerate(sums)]
                     return later, sums
 
-                def interpreted(k: Any, slot: Any, j: Any, sums: list[Any]) -> list[Any]:
+                def interpreted(k: Any, slot: Any, sums: list[Any]) -> list[Any]:
                     # The interpreter knows no matrix instruction with an operand in registers.
-                    own_x = jnp.concatenate([x_tiled[slot, j * blocks + block] for block in range(blocks)], axis=1)
+                    own_x = jnp.concatenate([x_tiled[slot, block] for block in range(blocks)], axis=1)
                     found = []
                     for part, acc in enumerate(sums):
                         which, first = weight(part)
@@ -175,7 +167,7 @@ def quantized_product(
                         first = lax.div(jnp.minimum(first, width - COLS), codes.rows)
                         columns = pl.ds(k * codes.depth // 32, codes.depth // 32)
                         scales = scales_refs[which][group, pl.ds(first, COLS // codes.rows), columns]
-                        stored = codes_smem[slot, part, pl.ds(wg * COLS, COLS), pl.ds(j * LINE, LINE)]
+                        stored = codes_smem[slot, part, pl.ds(wg * COLS, COLS)]
                         a = unpack.interpreted(stored, scales, codes)
                         found.append(acc + lax.dot_general(a, own_x.astype(jnp.float32), (((1,), (1,)), ((), ()))))
                     # It also wants a fence between reads and a later copy.
@@ -215,10 +207,10 @@ def quantized_product(
         body,
         out_type=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
         scratch_types=(
-            two_views((stages, tile.lines * blocks, tile.rows, BLOCK), native),
-            plgpu.SMEM((stages, tile.parts, wide, tile.lines * LINE), jnp.uint8, transforms=_TILED_BYTES),
+            two_views((stages, blocks, tile.rows, BLOCK), native),
+            plgpu.SMEM((stages, tile.parts, wide, LINE), jnp.uint8, transforms=_TILED_BYTES),
             two_views((tile.consumers, 2, piece, COLS), native),
-            plgpu.Barrier(num_arrivals=tile.parts + tile.lines * blocks, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=tile.parts + blocks, num_barriers=stages),
             plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
         ),
         grid=(ctas,),

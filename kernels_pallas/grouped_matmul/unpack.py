@@ -181,35 +181,32 @@ def interpreted_factors(factors_ref: Any, row: jax.Array, rows: int) -> jax.Arra
     return factors_ref[...][jnp.minimum(row + jnp.arange(rows), factors_ref.shape[0] - 1)][None]
 
 
-def load_codes(codes_ref: Any, line: jax.Array, turn: int, transforms: Any) -> jax.Array:
-    """A turn's codes of a line. codes_ref: uint8 ``[64, 128 lines]`` in shared memory with ``transforms``, 64 rows."""
-    lines = codes_ref.shape[1] // LINE
+def load_codes(codes_ref: Any, turn: int, transforms: Any) -> jax.Array:
+    """A turn's codes. codes_ref: uint8 ``[64, 128]`` in shared memory with ``transforms``, a line of 64 rows."""
 
     inline: Any = plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct((1024,), jnp.int32, layout=_WORDS),
+        arg_types=(plgpu.RefType(transforms),), return_type=plgpu.ShapeDtypeStruct((1024,), jnp.int32, layout=_WORDS)
     )
 
     @inline
-    def load(ctx: Any, ref: Any, line: Any) -> Any:
+    def load(ctx: Any, ref: Any) -> Any:
         base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
-        base = arith.addi(base, arith.muli(line.registers.item(), constant(8 * LINE)))
         words = []
         for half in range(2):
-            words += asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [place(base, turn, half, lines)], 4, True)
+            words += asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [place(base, turn, half)], 4, True)
         return held(words)
 
-    return load(codes_ref, line)
+    return load(codes_ref)
 
 
-def place(base: Any, turn: int, half: int, lines: int) -> Any:
+def place(base: Any, turn: int, half: int) -> Any:
     """Where in a line of 64 rows at ``base`` a thread's piece of a turn is, for its row in the upper or lower ``half``.
 
-    Of every 8 rows ``lines`` lines lie one after the other. A piece is at its number xor the row's, by the 128-byte swizzle. A
-    turn takes every other piece, so that two rows of four threads each read from all banks.
+    A piece is at its number xor the row's, by the 128-byte swizzle. A turn takes every other piece, so that two rows of four
+    threads each read from all banks.
     """
     warp, inner, column = _thread()
-    row = arith.addi(arith.muli(arith.addi(arith.muli(warp, constant(2)), constant(half)), constant(8 * lines)), inner)
+    row = arith.addi(arith.muli(warp, constant(16)), arith.addi(inner, constant(8 * half)))
     piece = arith.xori(arith.addi(arith.muli(column, constant(2)), constant(turn)), inner)
     return arith.addi(base, arith.addi(arith.muli(row, constant(LINE)), arith.muli(piece, constant(16))))
 

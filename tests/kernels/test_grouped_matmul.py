@@ -9,10 +9,9 @@ import pytest
 
 from dsv41.hf.stored import StoredWeight
 from kernels_pallas import registry
-from kernels_pallas.grouped_matmul import cases, gpu, reference, tpu, unpack
+from kernels_pallas.grouped_matmul import cases, gpu, reference, tpu
 from kernels_pallas.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from kernels_pallas.grouped_matmul.cases import Case
-from kernels_pallas.grouped_matmul.quantized import Tile, quantized_product
 from kernels_pallas.interpret import gpu_interpreter, gpu_races
 
 DEVICE = gpu.Device(ctas=3, interpret=gpu_interpreter())
@@ -64,18 +63,6 @@ def test_gpu_kernels_interpreted(name):
     case = cases.SMALL[name]
     args = cases.arguments(case, poison=True)
     got = jax.block_until_ready(gpu.run(*args, **cases.options(case), device=DEVICE))
-    assert not gpu_races()
-    check(got, case, args)
-
-
-def test_two_lines_a_slot():
-    """Of three: the last slot's second one is past the depth."""
-    case = Case(23, 3, 768, 128, "skewed", "fp4", paired=True, dead=2)
-    x, weights, sizes, scale = args = cases.arguments(case, poison=True)
-    stored = tuple((w.codes, w.scales) for w in weights)
-    tile, run = Tile(8, 1, 2, 2, lines=2), partial(quantized_product, codes=unpack.FP4, ctas=3, interpret=gpu_interpreter())
-    x = jnp.pad(unpack.permuted(x, unpack.FP4), ((0, 1), (0, 0)))
-    got = jax.block_until_ready(run(x, stored, sizes, scale, tile=tile, **cases.options(case)))[: case.rows]
     assert not gpu_races()
     check(got, case, args)
 

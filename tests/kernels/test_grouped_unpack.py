@@ -70,8 +70,8 @@ def exact(values, scales, codes):
     return dequantize(values, scales, EXPERT_WEIGHT) if codes is FP4 else dequantize_tiles(values, scales)
 
 
-@pytest.mark.parametrize(("name", "lines"), [("FP4", 1), ("FP8", 2)])
-def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, lines, monkeypatch):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, monkeypatch):
     """Against the other operand's order: value of the weight at each place of the instruction's first operand."""
     codes = KINDS[name]
     monkeypatch.setattr(unpack, "arith", SimpleNamespace(**ARITH))
@@ -79,10 +79,8 @@ def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, lines, m
     monkeypatch.setattr(unpack, "asm", execute)
     values, scales = stored(codes)
     row = np.arange(64)[:, None]
-    shared = np.zeros(lines * 64 * LINE, np.uint8)
-    shared[
-        (row // 8 * 8 * lines + row % 8) * LINE + (np.arange(LINE)[None] // 16 ^ row % 8) * 16 + np.arange(LINE)[None] % 16
-    ] = values
+    shared = np.zeros(64 * LINE, np.uint8)
+    shared[row * LINE + (np.arange(LINE)[None] // 16 ^ row % 8) * 16 + np.arange(LINE)[None] % 16] = values
     want = np.asarray(unpack._in_order(exact(values, scales, codes), codes)) * 2.0**-SHIFT
     # What each thread of a row loads: two scales of FP4, one of FP8.
     scale_words = np.repeat(scales, codes.rows, axis=0).view(np.uint16 if codes is FP4 else np.uint8).astype(np.uint64)
@@ -92,7 +90,7 @@ def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, lines, m
     for turn in range(TURNS):
         for half in range(2):
             rows = 16 * warp + inner + 8 * half
-            at = unpack.place(0, turn, half, lines)
+            at = unpack.place(0, turn, half)
             # Eight neighbouring threads, whose 16 bytes each are read at once, use all banks.
             assert all(len(set(banks)) == 8 for banks in at.reshape(-1, 8) // 16 % 8)
             factor = unpack._factor(scale_words[rows, column], codes, turn)
