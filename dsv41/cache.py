@@ -198,8 +198,9 @@ def extend_source(
     config: ModelConfig,
     policy: Policy,
     taps: Taps | None,
+    kept: Int[Array, " B"] | None = None,
 ) -> SourceCache:
-    """The source's cache with the entries that a chunk completes (§5, decode state)."""
+    """The source's cache with the entries that a chunk completes (§5, decode state), but those of ``kept`` tokens."""
     ratio, eps = plan.ratio, config.rms_norm_eps
     value, score = compress.project(x, params.compressor)
     if score is None:
@@ -213,6 +214,8 @@ def extend_source(
     latent = compress.pool(groups, scores, params.compressor, eps, x.dtype)
     number = _span(length // ratio, latent.shape[1])
     complete = (number + 1) * ratio <= (length + count)[:, None]
+    if kept is not None:
+        complete &= number >= (kept // ratio)[:, None]
     slots = jnp.where(complete, number, source.main_kv.shape[1])
     pools = {MAIN_KV: source.main_kv, INDEX_KEY: source.index_k}
     into = lambda x, fmt, on: append(pools[fmt], x, slots, fmt, on)  # noqa: E731
@@ -238,6 +241,7 @@ def cached_site(
     policy: Policy,
     taps: Taps | None,
     publishes: bool = True,
+    kept: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Carried, Float32[Array, ""]]:
     """The attention site of a chunk: reads the cache and the chunk, and writes the chunk's rows. The length stays.
 
@@ -254,7 +258,7 @@ def cached_site(
     cache = replace(cache, windows=(*cache.windows[: plan.layer], ring, *cache.windows[plan.layer + 1 :]))
     if plan.owns_kv and publishes:
         n = config.kv_source_layer_ids.index(plan.layer)
-        source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps)
+        source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps, kept)
         cache = replace(cache, sources=(*cache.sources[:n], source, *cache.sources[n + 1 :]))
         shared = replace(shared, main_kv=source.main_kv, index_k=source.index_k)
     if plan.selects:

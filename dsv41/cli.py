@@ -139,7 +139,14 @@ def _generate(args: Generate) -> int:
     from infer.generate import Generator
     from infer.model import load_model
 
-    generator = Generator(load_model(args.checkpoint), PACKED if args.packed else Policy(), args.decoder_replay)
+    model, policy = load_model(args.checkpoint), PACKED if args.packed else Policy()
+    prefix = None
+    if args.prefix_cache is not None:
+        from infer.prefix import PrefixCache
+        from infer.store import BlockStore
+
+        prefix = PrefixCache(model, policy, args.decoder_replay, store=BlockStore(args.prefix_cache))
+    generator = Generator(model, policy, args.decoder_replay, prefix)
     prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
     stream = len(texts) == 1 and not args.json
 
@@ -149,7 +156,8 @@ def _generate(args: Generate) -> int:
     if stream:
         generator.check(prompts, [sampling])
         show(0, texts[0])
-    found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
+    with contextlib.closing(prefix) if prefix else contextlib.nullcontext():
+        found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
     for text, one in zip(texts, found, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **dataclasses.asdict(one)}))

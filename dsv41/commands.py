@@ -207,6 +207,8 @@ class Generate:
     decoder_replay: Literal["full", "bounded", "halo"] = "full"
     """Rows of a prompt for the decoder layers: all; the last window's, about half the work of a long prompt but an
     approximation; or enough of them for the result of all."""
+    prefix_cache: Path | None = None
+    """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
 

@@ -7,7 +7,7 @@ and drops what the block made past it.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41.cache import Cache, cache_bytes, init_cache
+from dsv41.cache import Cache, cache_bytes, capacity, init_cache
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
+from dsv41.prefill import Restored
 from infer.continuation import Continuation, check_prompt
 from infer.model import Model
+from infer.prefix import Hit, PrefixCache, lengths
 from infer.sampling import Sampling, sample, sampling_rows
 from infer.steps import CHUNKS, DecoderReplay, Steps, chunk_width
 
@@ -29,12 +31,16 @@ OnText = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """New token ids with their log-probabilities, and their text; ``finish``: an end token or stop string, or enough tokens."""
+    """New token ids with their log-probabilities, and their text; ``finish``: an end token or stop string, or enough tokens.
+
+    cached_tokens: of the prompt, those whose entries came out of a prefix cache.
+    """
 
     ids: list[int]
     logprobs: list[float]
     text: str
     finish: Literal["stop", "length"]
+    cached_tokens: int = 0
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Speed:
     """What a batch took: real tokens, seconds without compiling, and bytes of the cache."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     prefill_seconds: float = 0.0
     new_tokens: int = 0
     decode_seconds: float = 0.0
@@ -51,10 +58,11 @@ class Speed:
     def line(self) -> str:
         """One line for people."""
         rate = lambda n, s: f"{n / s:,.0f}" if s > 0 else "-"  # noqa: E731
+        found = f"; found {self.cached_tokens} tokens in the prefix cache" if self.cached_tokens else ""
         return (
             f"prefill {self.prompt_tokens} tokens, {rate(self.prompt_tokens, self.prefill_seconds)} tokens/s;"
             f" decode {self.new_tokens} tokens, {rate(self.new_tokens, self.decode_seconds)} tokens/s;"
-            f" cache {self.cache_bytes:,} bytes; compiled in {self.compile_seconds:.1f} s"
+            f" cache {self.cache_bytes:,} bytes; compiled in {self.compile_seconds:.1f} s{found}"
         )
 
 
@@ -66,24 +74,40 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
 class Generator:
     """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
-    decoder_replay: see `Steps`.
+    decoder_replay: see `Steps`. prefix: of the same model, policy and replay; prompts begin with what it has, and leave their
+    blocks in it.
     """
 
-    def __init__(self, model: Model, policy: Policy | None = None, decoder_replay: DecoderReplay = "full"):
-        self.model, self.policy = model, policy or Policy()
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy | None = None,
+        decoder_replay: DecoderReplay = "full",
+        prefix: PrefixCache | None = None,
+    ):
+        self.model, self.policy, self.prefix = model, policy or Policy(), prefix
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
         steps = self._steps = Steps(model, self.policy, decoder_replay)
 
         def fill(
-            early: bool, params: Any, cache: Cache, ids: jax.Array, live: jax.Array, end: jax.Array, last: jax.Array
+            early: bool,
+            params: Any,
+            cache: Cache,
+            ids: jax.Array,
+            live: jax.Array,
+            end: jax.Array,
+            last: jax.Array,
+            restored: Restored | None = None,
         ) -> tuple[jax.Array, Cache]:
-            logits, cache = steps.fill(params, cache, ids, live, end, early)
+            logits, cache = steps.fill(params, cache, ids, live, end, early, restored)
             return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
         self._functions = {
             "encode": (partial(fill, True), 1),
             "prefill": (partial(fill, False), 1),
+            "encode_behind": (partial(fill, True), 1),
+            "prefill_behind": (partial(fill, False), 1),
             "decode": (steps.decode, 1),
             "first": (sample, ()),
         }
@@ -98,7 +122,7 @@ class Generator:
         began = time.perf_counter()
         out = jax.block_until_ready(self.programs[kind, *key](*args))
         spent = time.perf_counter() - began
-        if kind in ("encode", "prefill"):
+        if kind.startswith(("encode", "prefill")):
             speed.prefill_seconds += spent
         else:
             speed.decode_seconds += spent
@@ -121,12 +145,13 @@ class Generator:
         self.check(prompts, samplings)
         config, batch = self.model.config, _bucket(len(prompts), 1)
         longest = max(len(ids) + s.max_new_tokens for ids, s in zip(prompts, samplings, strict=True))
-        ratios = [r for r in config.compress_ratios if r]
-        capacity = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*ratios) if ratios else 1)
+        multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
+        room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))
         speed = Speed()
-        cache = init_cache(config, self.policy, batch, capacity)
+        cache = init_cache(config, self.policy, batch, room)
         speed.cache_bytes = cache_bytes(cache)
-        last, cache = self._prefill(prompts, cache, (batch, capacity), speed)
+        hits, cache = self._restore(prompts, cache)
+        last, cache = self._prefill(prompts, cache, (batch, room), hits, speed)
 
         requests = [Continuation.begin(sampling, self.model.tokenizer) for sampling in samplings]
         rows = sampling_rows([*samplings, *[Sampling()] * (batch - len(prompts))])
@@ -142,11 +167,45 @@ class Generator:
             if not left.any():
                 break
             args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
-            drawn, cache, tokens = self._call(speed, "decode", (batch, capacity, ends.shape[1]), *args)
+            drawn, cache, tokens = self._call(speed, "decode", (batch, room, ends.shape[1]), *args)
             made = np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
         speed.new_tokens = sum(len(request.ids) for request in requests)
-        done = [Generation(r.ids, r.logprobs, r.text, r.finish or "length") for r in requests]
+        self._keep([[*ids, *r.ids[:-1]] for ids, r in zip(prompts, requests, strict=True)], cache, hits)
+        done = [
+            Generation(r.ids, r.logprobs, r.text, r.finish or "length", hit.kept) for r, hit in zip(requests, hits, strict=True)
+        ]
         return done, speed
+
+    def _place(self, row: int, cache: Cache) -> int:
+        """Number of a row's first block, see `dsv41.restore.take_blocks`."""
+        assert self.prefix is not None
+        return row * (capacity(cache, self.model.config) or 0) // self.prefix.block
+
+    def _restore(self, prompts: Sequence[Sequence[int]], cache: Cache) -> tuple[list[Hit], Cache]:
+        """Where each prompt goes on, and the cache with what is known of them."""
+        prefix, hits = self.prefix, [Hit() for _ in prompts]
+        if prefix is None:
+            return hits, cache
+        history = np.full(cache.history.shape, -1, np.int32)
+        for row, ids in enumerate(prompts):
+            keys = prefix.keys(ids)
+            blocks = prefix.load(keys, ids)
+            hits[row] = hit = prefix.hit(keys, ids, len(blocks))
+            if hit.kept:
+                at = self._place(row, cache)
+                cache = prefix.mover.put(cache, range(at, at + len(blocks)), blocks)
+                history[row] = prefix.history(ids, hit)
+        if any(hit.kept for hit in hits):
+            cache = replace(cache, length=lengths(hits, "start", len(history)), history=jnp.asarray(history))
+        return hits, cache
+
+    def _keep(self, known: list[list[int]], cache: Cache, hits: list[Hit]) -> None:
+        """Leaves the complete blocks of what each row holds in the prefix cache."""
+        if (prefix := self.prefix) is None:
+            return
+        for row, (ids, hit) in enumerate(zip(known, hits, strict=True)):
+            keys, first, at = prefix.keys(ids), hit.kept // prefix.block, self._place(row, cache)
+            prefix.save(keys, ids, first, prefix.mover.take(cache, range(at + first, at + len(keys))))
 
     def _ends(self, samplings: Sequence[Sampling], batch: int) -> jax.Array:
         """Token ids that end each row, int32 ``[B, e]``, padded with -1."""
@@ -167,25 +226,29 @@ class Generator:
                 on_text(n, said)
 
     def _prefill(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, shape: tuple[int, int], speed: Speed
+        self, prompts: Sequence[Sequence[int]], cache: Cache, shape: tuple[int, int], hits: list[Hit], speed: Speed
     ) -> tuple[jax.Array, Cache]:
         """Logits of each prompt's last token ``[B, V]``, and the cache behind the prompts."""
-        batch, longest, at = shape[0], max(len(ids) for ids in prompts), 0
+        rests = [ids[hit.start :] for ids, hit in zip(prompts, hits, strict=True)]
+        batch, longest, at = shape[0], max(map(len, rests)), 0
         last = jnp.zeros((batch, self.model.config.vocab_size), jnp.float32)
         end = np.zeros((batch,), np.int32)
         end[: len(prompts)] = [len(ids) for ids in prompts]
+        behind = any(hit.kept for hit in hits)
+        restored = (Restored(lengths(hits, "kept", batch), lengths(hits, "floor", batch)),) if behind else ()
         while at < longest:
             width = chunk_width(longest - at, CHUNKS)
             ids = np.full((batch, width), self.model.config.pad_token_id, np.int32)
             live = np.zeros((batch, width), bool)
-            for n, prompt in enumerate(prompts):
-                part = prompt[at : at + width]
+            for n, rest in enumerate(rests):
+                part = rest[at : at + width]
                 ids[n, : len(part)], live[n, : len(part)] = part, True
-            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last
-            early = self._steps.early(at + width, min(map(len, prompts)))
-            last, cache = self._call(speed, "encode" if early else "prefill", (*shape, width), *args)
+            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last, *restored
+            kind = "encode" if self._steps.early(at + width, min(map(len, rests)), behind) else "prefill"
+            last, cache = self._call(speed, f"{kind}_behind" if behind else kind, (*shape, width), *args)
             at += width
-        speed.prompt_tokens = sum(len(ids) for ids in prompts)
+        speed.prompt_tokens = sum(map(len, rests))
+        speed.cached_tokens = sum(hit.kept for hit in hits)
         return last, cache
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:

@@ -1,5 +1,6 @@
 """A trained run's folder, opened for inference."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from train.tokenizer import foreign_tokenizer, tokenizer_from_json
 
 @dataclass(frozen=True)
 class Model:
-    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``."""
+    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known."""
 
     params: Any
     config: ModelConfig
     tokenizer: Tokenizer
     token_map: np.ndarray
     step: int
+    fingerprint: bytes = b""
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
@@ -34,6 +36,17 @@ class Model:
         if not ids:
             raise UserError(f"{name}: found {text[:40]!r}, allowed is text of at least one token")
         return [self.config.bos_token_id, *ids]
+
+
+def model_digest(model: Model) -> bytes:
+    """SHA-256 of what a model computes with beside its config: equal weights and folding maps have equal ones."""
+    found = hashlib.sha256(np.asarray(model.token_map, "<i4").tobytes())
+    if model.fingerprint:
+        found.update(model.fingerprint)
+    else:
+        for leaf in jax.tree.leaves(model.params):
+            found.update(np.asarray(leaf).tobytes())
+    return found.digest()
 
 
 def load_model(run: Path) -> Model:
@@ -57,7 +70,8 @@ def load_model(run: Path) -> Model:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
-    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest)
+    fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
+    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest, fingerprint)
 
 
 def _restore(folder: Path, step: int, config: ModelConfig) -> Any:

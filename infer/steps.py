@@ -13,7 +13,7 @@ from dsv41.cache import Cache
 from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import Policy
-from dsv41.prefill import decoder_layers, halo_rows, prefill
+from dsv41.prefill import Restored, decoder_layers, halo_rows, prefill
 from infer.model import Model
 from infer.sampling import SamplingRows, sample
 
@@ -59,17 +59,34 @@ class Steps:
         self.likeliest = min(likeliest, config.vocab_size)
         self.rows = {"bounded": config.sliding_window, "halo": halo_rows(config)}.get(decoder_replay)
 
-    def early(self, end: int, shortest: int) -> bool:
-        """Whether of a chunk up to ``end`` the decoder runs nothing, as every prompt has ``shortest`` tokens or more."""
-        return self.rows is not None and end <= shortest - self.rows
+    def early(self, end: int, shortest: int, behind: bool = False) -> bool:
+        """Whether of a chunk up to ``end`` the decoder runs nothing, as every prompt has ``shortest`` tokens or more.
+
+        behind: of prompts behind a restored prefix, of which both are counted from the first token that runs.
+        """
+        rows = self._rows(behind)
+        return rows is not None and end <= shortest - rows
+
+    def _rows(self, behind: bool) -> int | None:
+        """Behind a prefix there is no running all rows of the decoder, but those that give the same result."""
+        return halo_rows(self.config) if behind and self.rows is None else self.rows
 
     def fill(
-        self, params: Any, cache: Cache, ids: Int[Array, "B T"], live: Bool[Array, "B T"], end: Int[Array, " B"], early: bool
+        self,
+        params: Any,
+        cache: Cache,
+        ids: Int[Array, "B T"],
+        live: Bool[Array, "B T"],
+        end: Int[Array, " B"],
+        early: bool,
+        restored: Restored | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Logits of each row's last token of a chunk, and the cache behind it; early: see `early`, then they mean nothing."""
-        if self.rows is None:
+        rows = self._rows(restored is not None)
+        if rows is None:
             return extend(params, self.config, self.policy, cache, ids, live, self.fold)
-        return prefill(params, self.config, self.policy, cache, ids, live, self.fold, end, 0 if early else self.rows)
+        rows = 0 if early else rows
+        return prefill(params, self.config, self.policy, cache, ids, live, self.fold, end, rows, restored=restored)
 
     def draw(
         self, logits: Float[Array, "B V"], at: Int[Array, " B"], rows: SamplingRows, asked: Bool[Array, ""] | bool = False

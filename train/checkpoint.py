@@ -7,6 +7,7 @@ detects a cut file but hands out the numbers of one whose bytes changed.
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import logging
@@ -245,6 +246,11 @@ class Checkpoints:
     def meta(self, step: int) -> dict[str, Any]:
         """What `save` was given as ``meta``."""
         return self._manifest(step)["meta"]
+
+    def fingerprint(self, step: int) -> bytes:
+        """A digest of what `save` wrote, by the checksums of its files."""
+        manifest = self._manifest(step)
+        return hashlib.sha256(json.dumps([manifest["arrays"], manifest["files"]], sort_keys=True).encode()).digest()
 
     def _where(self, step: int) -> str:
         return f"checkpoint {str(self._directory / str(step))!r}"
