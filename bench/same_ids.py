@@ -138,22 +138,25 @@ def main(run: Path | None, out: Path | None) -> None:
     if jax.default_backend() == "cpu":
         raise UserError("backend: found cpu, allowed is gpu or tpu: here both runs are the reference")
     random, found = np.random.default_rng(0), []
+    device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+
+    def keep(one: Found) -> None:
+        found.append(one)
+        print(one, flush=True)
+        if out is not None:
+            write_text(out, json.dumps({"device": device, "results": [vars(f) for f in found]}, indent=1) + "\n")
+
     if run is not None:
         model = load_model(run)
         prompts = random.integers(3, model.config.vocab_size, (8, 96)).astype(np.int32)
         for dtype in (jnp.float32, jnp.bfloat16):
-            found.append(compare(f"trained, {run.name}", model.params, model.config, model.token_map, prompts, dtype))
-            print(found[-1], flush=True)
+            keep(compare(f"trained, {run.name}", model.params, model.config, model.token_map, prompts, dtype))
     config = preset("slice")
     rows = random.integers(3, 67, (2, _PROMPT + STEPS)).astype(np.int32)
     fold = np.arange(config.vocab_size, dtype=np.int32)
     params, nats = learn(config, jnp.asarray(rows), jnp.asarray(fold))
     for dtype in (jnp.bfloat16, jnp.float32):
-        found.append(compare(f"slice, {nats:.3f} nats", params, config, fold, rows[:, :_PROMPT], dtype))
-        print(found[-1], flush=True)
-    if out is not None:
-        device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
-        write_text(out, json.dumps({"device": device, "results": [vars(f) for f in found]}, indent=1) + "\n")
+        keep(compare(f"slice, {nats:.3f} nats", params, config, fold, rows[:, :_PROMPT], dtype))
 
 
 if __name__ == "__main__":

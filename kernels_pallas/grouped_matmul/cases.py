@@ -62,6 +62,7 @@ SMALL = {
     "float32": Case(90, 6, 48, 40, dtype="float32", weights="float32", dead=4),
     "FP4": Case(70, 5, 256, 128, weights="fp4", dead=3),
     "FP4, SwiGLU": Case(40, 6, 512, 192, "skewed", weights="fp4", paired=True),
+    "FP4, few rows, SwiGLU": Case(11, 5, 256, 192, weights="fp4", paired=True, dead=2),
     "FP8": Case(50, 3, 256, 64, weights="fp8"),
     "FP8, SwiGLU": Case(90, 4, 128, 128, weights="fp8", paired=True, dead=5),
 }

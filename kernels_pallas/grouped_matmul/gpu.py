@@ -57,16 +57,6 @@ def run(
     device: Device = Device(),
 ) -> jax.Array:
     """See `kernels_pallas.grouped_matmul.api`. Products add up in float32; a fused SwiGLU takes them before they are rounded."""
-    rows = x.shape[0]
-    # TMA takes rows in whole tiles of 8; what is behind the last is of no group.
-    x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    scale = None if scale is None else jnp.pad(scale, (0, -rows % 8))
-    return _whole(x, weights, sizes, scale, limit, device)[:rows]
-
-
-def _whole(
-    x: jax.Array, weights: tuple[Any, ...], sizes: jax.Array, scale: jax.Array | None, limit: float, device: Device
-) -> jax.Array:
     if isinstance(weights[0], StoredWeight):
         return _stored(x, weights, sizes, scale, limit, device)
     weights = tuple(w.astype(x.dtype) for w in weights)
@@ -134,8 +124,10 @@ def _padded(scale: jax.Array, rows: int) -> jax.Array:
 def choose(rows: int, groups: int, paired: bool) -> quantized.Tile:
     """Tile sizes for ``rows`` in ``groups``, of stored weights."""
     mean = -(-rows // groups)
-    size = next((s for s in (16, 32, 64) if s >= 2 * mean), 128)
-    return quantized.Tile(size, 2, 2, {16: 4, 32: 4, 64: 3, 128: 2}[size])
+    size = next((s for s in (8, 16, 32, 64) if s >= 2 * mean), 128)
+    if size == 8 and not paired:
+        return quantized.Tile(8, 3, 1, 7)
+    return quantized.Tile(size, 2, 2, {8: 5, 16: 4, 32: 4, 64: 3, 128: 2}[size])
 
 
 def _stored_primal(
@@ -146,7 +138,7 @@ def _stored_primal(
         unpack.permuted(x, codes),
         tuple((w.codes, w.scales) for w in weights),
         sizes,
-        None if scale is None else _padded(scale, tile.rows),
+        None if scale is None else scale.astype(jnp.float32),
         codes=codes,
         limit=limit,
         tile=tile,

@@ -14,11 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.grouped_matmul import unpack
-from kernels_pallas.grouped_matmul.product import PIECE, Writer, swiglu, two_views, views, walk
+from kernels_pallas.grouped_matmul import narrow, unpack
+from kernels_pallas.grouped_matmul.product import PIECE, TILED, Writer, swiglu, two_views, views, walk
 from kernels_pallas.grouped_matmul.unpack import BLOCK, LINE, Codes
 
 COLS = 64  # output columns of one matrix instruction
+NARROW = 16  # rows up to which every warp multiplies by itself
 _TILED_BYTES: Any = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
@@ -47,7 +48,7 @@ def quantized_product(
 ) -> jax.Array:
     """As `product.product`, of weights' codes ``[E, N, K bits / 8]`` and scales ``[E, N / rows, K / 32]``, uint8.
 
-    x ``[T, K]`` bfloat16, after `unpack.permuted`; scale ``[T + rows of a tile]``.
+    x ``[T, K]`` bfloat16, after `unpack.permuted`; scale ``[T]``.
     """
     rows, depth = x.shape
     width = weights[0][0].shape[1]
@@ -118,23 +119,28 @@ def quantized_product(
 
                     def one_line(k: Any, carry: Any) -> Any:
                         slot = slot_of(number * lines + k)
+                        plgpu.barrier_wait(full.at[slot])
                         carry = use(k, slot, carry)
                         plgpu.barrier_arrive(empty.at[slot])
                         return carry
 
                     return lax.fori_loop(0, lines, one_line, carry)
 
+                def unpacked(slot: Any, part: int, turn: int, scales: list[Any]) -> Any:
+                    stored = codes_smem.at[slot, part, pl.ds(wg * COLS, COLS)]
+                    return unpack.registers(unpack.load_codes(stored, turn, _TILED_BYTES), scales[part], codes, turn)
+
+                def place(slot: Any, turn: int, i: int) -> Any:
+                    return x_tiled.at[slot, turn * own_blocks + i]
+
                 def accumulate(*accs: Any) -> Any:
                     def use(k: Any, slot: Any, scales: list[Any]) -> list[Any]:
                         later = scales_of(jnp.minimum(k + 1, lines - 1))
-                        plgpu.barrier_wait(full.at[slot])
                         for turn in range(unpack.TURNS):
                             for part, acc in enumerate(accs):
-                                stored = codes_smem.at[slot, part, pl.ds(wg * COLS, COLS)]
-                                words = unpack.load_codes(stored, turn, _TILED_BYTES)
-                                a = unpack.registers(words, scales[part], codes, turn)
+                                a = unpacked(slot, part, turn, scales)
                                 for i in range(own_blocks):
-                                    b = x_tiled.at[slot, turn * own_blocks + i].transpose((1, 0))
+                                    b = place(slot, turn, i).transpose((1, 0))
                                     plgpu.wgmma(acc, a[:, i * BLOCK : (i + 1) * BLOCK], b)
                                 plgpu.wgmma_wait(own_blocks)
                         plgpu.wgmma_wait(0)
@@ -143,9 +149,16 @@ def quantized_product(
                     each_line(use, scales_of(jnp.int32(0)))
                     return [acc[...] for acc in accs]
 
+                def narrowly(k: Any, slot: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+                    scales, sums = carry
+                    later = scales_of(jnp.minimum(k + 1, lines - 1))
+                    for turn in range(unpack.TURNS):
+                        own_x = [narrow.load_rows(place(slot, turn, i), TILED) for i in range(own_blocks)]
+                        sums = [narrow.multiply(acc, unpacked(slot, part, turn, scales), own_x) for part, acc in enumerate(sums)]
+                    return later, sums
+
                 def interpreted(k: Any, slot: Any, sums: list[Any]) -> list[Any]:
                     # The interpreter knows no matrix instruction with an operand in registers.
-                    plgpu.barrier_wait(full.at[slot])
                     own_x = jnp.concatenate([x_tiled[slot, block] for block in range(blocks)], axis=1)
                     found = []
                     for part, acc in enumerate(sums):
@@ -154,22 +167,23 @@ def quantized_product(
                         first = lax.div(jnp.minimum(first, width - COLS), codes.rows)
                         columns = pl.ds(k * codes.depth // 32, codes.depth // 32)
                         scales = scales_refs[which][group, pl.ds(first, COLS // codes.rows), columns]
-                        a = unpack.interpreted(codes_smem[slot, part, pl.ds(wg * COLS, COLS)], scales, codes)
+                        stored = codes_smem[slot, part, pl.ds(wg * COLS, COLS)]
+                        a = unpack.interpreted(stored, scales, codes)
                         found.append(acc + lax.dot_general(a, own_x.astype(jnp.float32), (((1,), (1,)), ((), ()))))
                     # It also wants a fence between reads and a later copy.
                     plgpu.commit_smem()
                     return found
 
-                if native:
+                if native and tile.rows <= NARROW:
+                    zero = plgpu.layout_cast(jnp.zeros((COLS, tile.rows), jnp.float32), plgpu.Layout.WGMMA)
+                    sums = each_line(narrowly, (scales_of(jnp.int32(0)), [zero] * tile.parts))[1]
+                elif native:
                     sums = pl.run_scoped(accumulate, *[plgpu.ACC((COLS, tile.rows), jnp.float32)] * tile.parts)
                 else:
                     sums = each_line(interpreted, [jnp.zeros((COLS, tile.rows), jnp.float32)] * tile.parts)
                 if paired:
-                    layout = plgpu.Layout.WGMMA.reduce(0)
-                    # A thread loads two neighbours at once, from an even place.
-                    odd = lax.rem(row, jnp.int32(2))
-                    factor = plgpu.load(factors[0].at[odd, pl.ds(row - odd, tile.rows)], layout=layout, optimized=False)
-                    factor = lax.broadcast_in_dim(factor, (COLS, tile.rows), (1,))
+                    load = unpack.load_factors if native else unpack.interpreted_factors
+                    factor = load(factors[0], row, tile.rows)
                     sums = [factor * swiglu(sums[0], sums[1], limit)]
                 turn = 0
                 for part, acc in enumerate(sums):
@@ -210,10 +224,4 @@ def quantized_product(
             reduction_scratch_bytes=0,
         ),
         interpret=interpret,
-    )(x, *arrays, sizes, *([] if scale is None else [_from_either(scale)]))
-
-
-def _from_either(scale: jax.Array) -> jax.Array:
-    """``scale`` and the same from its second value on, at an even distance."""
-    scale = jnp.pad(scale, (0, scale.size % 2))
-    return jnp.stack([scale, jnp.roll(scale, -1)])
+    )(x, *arrays, sizes, *([] if scale is None else [scale]))

@@ -76,32 +76,41 @@ SCALES: Any = plgpu.Layout.WG_STRIDED((256,), vec_size=1)  # of `load_scales`: a
 _WORDS: Any = plgpu.Layout.WG_STRIDED((1024,), vec_size=1)  # of `load_codes`: four words for each
 
 
-def _i32() -> ir.Type:
+def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def _c(value: int) -> Any:
-    return mgpu.c(value, _i32())
+def constant(value: int) -> Any:
+    return mgpu.c(value, i32())
+
+
+def thread_number() -> Any:
+    """In the warpgroup."""
+    return arith.andi(utils.thread_idx(), constant(127))
 
 
 def _thread() -> tuple[Any, Any, Any]:
     """Warp, row of eight and thread of the four that share a row."""
-    thread = arith.andi(utils.thread_idx(), _c(127))
-    return arith.shrui(thread, _c(5)), arith.andi(arith.shrui(thread, _c(2)), _c(7)), arith.andi(thread, _c(3))
+    thread = thread_number()
+    return (
+        arith.shrui(thread, constant(5)),
+        arith.andi(arith.shrui(thread, constant(2)), constant(7)),
+        arith.andi(thread, constant(3)),
+    )
 
 
-def _asm(ptx: str, args: list[Any], count: int, effects: bool) -> list[Any]:
+def asm(ptx: str, args: list[Any], count: int, effects: bool) -> list[Any]:
     """Runs ``ptx``, which gives ``count`` words; effects: it must stay in its place."""
     kinds = {"i32": "r", "i64": "l"}
     constraints = ",".join(["=r"] * count + [kinds[str(a.type)] for a in args])
-    result = _i32() if count == 1 else llvm.StructType.get_literal([_i32()] * count)
+    result = i32() if count == 1 else llvm.StructType.get_literal([i32()] * count)
     out = llvm.inline_asm(result, args, ptx, constraints, has_side_effects=effects)
-    return [out] if count == 1 else [llvm.extractvalue(_i32(), out, [i]) for i in range(count)]
+    return [out] if count == 1 else [llvm.extractvalue(i32(), out, [i]) for i in range(count)]
 
 
-def _held(words: list[Any]) -> Any:
+def held(words: list[Any]) -> Any:
     """Words of each thread as an array."""
-    vector = ir.VectorType.get((1,), _i32())
+    vector = ir.VectorType.get((1,), i32())
     return mgpu.FragmentedArray(
         _registers=np.array([utils.vector_concat([utils.bitcast(w, vector)]) for w in words], dtype=object),
         _layout=fragments.WGStridedFragLayout((128 * len(words),), vec_size=1),
@@ -128,17 +137,48 @@ def load_scales(scales_ref: Any, group: jax.Array, row: jax.Array, line: jax.Arr
         i64 = ir.IntegerType.get_signless(64)
         base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         warp, inner, column = _thread()
-        first, words = arith.muli(arith.addi(arith.muli(line, _c(4)), column), _c(size)), []
+        first, words = arith.muli(arith.addi(arith.muli(line, constant(4)), column), constant(size)), []
         for half in range(2):
-            own = arith.addi(row, arith.addi(arith.muli(warp, _c(16)), arith.addi(inner, _c(8 * half))))
-            own = arith.minui(arith.divui(own, _c(codes.rows)), _c(rows - 1))
+            own = arith.addi(row, arith.addi(arith.muli(warp, constant(16)), arith.addi(inner, constant(8 * half))))
+            own = arith.minui(arith.divui(own, constant(codes.rows)), constant(rows - 1))
             number = arith.addi(arith.muli(arith.extui(i64, group), mgpu.c(rows, i64)), arith.extui(i64, own))
             at = arith.addi(arith.muli(number, mgpu.c(columns, i64)), arith.extui(i64, first))
             load = f"{{ .reg .b16 s; ld.global.nc.{kind} s, [$1]; cvt.u32.u16 $0, s; }}"
-            words += _asm(load, [arith.addi(base, at)], 1, True)
-        return _held(words)
+            words += asm(load, [arith.addi(base, at)], 1, True)
+        return held(words)
 
     return load(scales_ref, group, row, line)
+
+
+def load_factors(factors_ref: Any, row: jax.Array, rows: int) -> jax.Array:
+    """Columns' factors ``[64, rows]`` from number ``row`` on, of float32 ``[T]``; past the last one, that one."""
+    total, layout = factors_ref.shape[0], plgpu.Layout.WGMMA
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((_ROWS, rows), jnp.float32, layout=layout),
+    )
+
+    @inline
+    def load(ctx: Any, ref: Any, row: Any) -> Any:
+        i64 = ir.IntegerType.get_signless(64)
+        base, column = llvm.ptrtoint(i64, utils.memref_ptr(ref)), _thread()[2]
+        out = np.empty(fragments.WGMMA_LAYOUT.registers_shape((_ROWS, rows)), dtype=object)
+        for tile in range(rows // 8):
+            both = []
+            for side in range(2):
+                own = arith.addi(row.registers.item(), arith.addi(arith.muli(column, constant(2)), constant(8 * tile + side)))
+                at = arith.muli(arith.extui(i64, arith.minui(own, constant(total - 1))), mgpu.c(4, i64))
+                both += asm("ld.global.nc.b32 $0, [$1];", [arith.addi(base, at)], 1, True)
+            pair = utils.vector_concat([utils.bitcast(w, ir.VectorType.get((1,), ir.F32Type.get())) for w in both])
+            out[0, tile, 0, 0, :, 0, 0, 0, 0] = pair
+        return mgpu.FragmentedArray(_registers=out, _layout=fragments.WGMMA_LAYOUT, _is_signed=None)
+
+    return load(factors_ref, row)
+
+
+def interpreted_factors(factors_ref: Any, row: jax.Array, rows: int) -> jax.Array:
+    """`load_factors` by array code."""
+    return factors_ref[...][jnp.minimum(row + jnp.arange(rows), factors_ref.shape[0] - 1)][None]
 
 
 def load_codes(codes_ref: Any, turn: int, transforms: Any) -> jax.Array:
@@ -150,11 +190,11 @@ def load_codes(codes_ref: Any, turn: int, transforms: Any) -> jax.Array:
 
     @inline
     def load(ctx: Any, ref: Any) -> Any:
-        base = llvm.ptrtoint(_i32(), utils.memref_ptr(ref))
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
         words = []
         for half in range(2):
-            words += _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [place(base, turn, half)], 4, True)
-        return _held(words)
+            words += asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [place(base, turn, half)], 4, True)
+        return held(words)
 
     return load(codes_ref)
 
@@ -166,9 +206,9 @@ def place(base: Any, turn: int, half: int) -> Any:
     threads each read from all banks.
     """
     warp, inner, column = _thread()
-    row = arith.addi(arith.muli(warp, _c(16)), arith.addi(inner, _c(8 * half)))
-    piece = arith.xori(arith.addi(arith.muli(column, _c(2)), _c(turn)), inner)
-    return arith.addi(base, arith.addi(arith.muli(row, _c(LINE)), arith.muli(piece, _c(16))))
+    row = arith.addi(arith.muli(warp, constant(16)), arith.addi(inner, constant(8 * half)))
+    piece = arith.xori(arith.addi(arith.muli(column, constant(2)), constant(turn)), inner)
+    return arith.addi(base, arith.addi(arith.muli(row, constant(LINE)), arith.muli(piece, constant(16))))
 
 
 def registers(words: jax.Array, scales: jax.Array, codes: Codes, turn: int) -> jax.Array:
@@ -183,7 +223,7 @@ def registers(words: jax.Array, scales: jax.Array, codes: Codes, turn: int) -> j
     def take(ctx: Any, words: Any, scales: Any) -> Any:
         out = np.empty(fragments.WGMMA_LAYOUT.registers_shape((_ROWS, codes.turn)), dtype=object)
         pairs = ir.VectorType.get((2,), ir.BF16Type.get())
-        held, bytes_ = ([utils.bitcast(r, _i32()) for r in a.registers.flat] for a in (words, scales))
+        held, bytes_ = ([utils.bitcast(r, i32()) for r in a.registers.flat] for a in (words, scales))
         for half in range(2):
             factor = _factor(bytes_[half], codes, turn)
             own = held[4 * half : 4 * half + 4]
@@ -200,7 +240,7 @@ def _factor(word: Any, codes: Codes, turn: int) -> Any:
     both = (first << 7) * 0x10001
     own = "and.b32 s, $1, 255;" if turn == 0 or codes is FP8 else "shr.u32 s, $1, 8;"
     ptx = f"{{ .reg .b32 s, b; {own} min.u32 b, s, {254 - first}; mad.lo.u32 $0, b, 0x00800080, {both:#x}; }}"
-    return _asm(ptx, [word], 1, False)[0]
+    return asm(ptx, [word], 1, False)[0]
 
 
 def _values(word: Any, factor: Any, codes: Codes) -> list[Any]:
@@ -219,4 +259,4 @@ def _values(word: Any, factor: Any, codes: Codes) -> list[Any]:
             lines.append(f"{sign} {move} m, ${half}, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, s, 0x80008000, m, 0xEA;")
             lines.append(f"mul.rn.bf16x2 ${i}, m, ${half + 1};")
     first = f"shr.u32 h, ${half}, 8; " if codes is FP4 else ""
-    return _asm("{ .reg .b32 s, m, h; " + first + " ".join(lines) + " }", [word, factor], half, False)
+    return asm("{ .reg .b32 s, m, h; " + first + " ".join(lines) + " }", [word, factor], half, False)

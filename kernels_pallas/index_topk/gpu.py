@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dsv41.indexer import by_queries, operand_dtype, selection
 from kernels_pallas.index_topk.keys import BLOCK, HEADS, TILE, WARP, WIDTH
 from kernels_pallas.index_topk.score import Keys, Scoring, scores
-from kernels_pallas.index_topk.select import Slicing, top_k
+from kernels_pallas.index_topk.select import Slicing, top_k, top_k_of_blocks
 
 BOUND = 32 << 20  # bytes of scores at once
 
@@ -96,17 +96,17 @@ def run(
         return by_queries(part, queries, max(1, tiling.bound // (4 * size * batch)))
 
     rows = keys if table is None else keys[jnp.maximum(table, 0)].reshape(batch, entries, -1)
-    pick = partial(_pick, tiling=tiling, interpret=interpret)
+    own = partial(pick, tiling=tiling, interpret=interpret)
 
     def scored(queries: tuple) -> tuple[jax.Array, jax.Array | None]:
         q, weights, first, count, *pools = queries
         at = (q, weights, rows, first, count, pools[0] if pools else None)
-        return selection(*at, k=k, keep=keep, block=block, dtype=operand_dtype(q, rows), pick=pick)[:2]
+        return selection(*at, k=k, keep=keep, block=block, dtype=operand_dtype(q, rows), pick=own)[:2]
 
     return by_queries(scored, queries, max(1, 4 * tiling.bound // (4 * heads * entries * batch)))
 
 
-def _pick(scores: jax.Array, k: int, tiling: Tiling, interpret: Any) -> jax.Array:
+def pick(scores: jax.Array, k: int, tiling: Tiling = Tiling(), interpret: Any = None) -> jax.Array:
     """`dsv41.indexer.select` by the kernels."""
     *lead, size = scores.shape
     rows = jnp.pad(scores.reshape(-1, size), ((0, 0), (0, -size % 4)), constant_values=-jnp.inf)
@@ -122,15 +122,26 @@ def _chunk(
     batch, time = q.shape[:2]
     stored = _keys(keys, table, entries, pools[0] if pools else None, time)
     scoring = tiling.scoring or _scoring(batch, time, stored.size, bool(pools))
-    values, best = scores(q, weights, stored, first, count, scoring, interpret)
+    values, best = scores(q, weights, stored, first, count, scoring, bool(keep), interpret)
     rows = batch * time
+    values, best = values.reshape(rows, -1), best.reshape(rows, -1)
     limits = () if pools else (first.reshape(rows), count.reshape(rows))
-    slicing = tiling.slicing or _slicing(rows, stored.size)
-    ids = top_k(values.reshape(rows, -1), limits, k, slicing, stored.pool, interpret=interpret)
+    select = partial(top_k, interpret=interpret)
     blocks = None
     if keep:
-        slicing = tiling.slicing or Slicing(1024, 16 if stored.size // BLOCK > 16384 or keep < 1024 else 8)
-        blocks = top_k(best.reshape(rows, -1), limits, keep, slicing, divisor=BLOCK, interpret=interpret)
+        blocks = select(best, limits, keep, tiling.slicing or _slicing(rows, best.shape[1]), divisor=BLOCK)
+    # An entry among the best k is in one of the best k blocks: were there k better ones, so were their best entries. One more for
+    # the newest visible entry's, which is among them in any case where candidates are looked for.
+    enough = k + 4 * bool(keep)
+    if pools or best.shape[1] <= 2 * enough:
+        ids = select(values, limits, k, tiling.slicing or _slicing(rows, stored.size), stored.pool)
+    else:
+        if blocks is not None and enough <= keep <= 2048:
+            few = blocks
+        else:
+            few = select(best, limits, enough, tiling.slicing or _slicing(rows, best.shape[1]), divisor=BLOCK)
+        threads = tiling.slicing.threads if tiling.slicing else 512 if few.shape[1] <= 512 else 1024
+        ids = top_k_of_blocks(values, few, k, threads, interpret)
     return ids.reshape(batch, time, -1), None if blocks is None else blocks.reshape(batch, time, -1)
 
 
@@ -151,7 +162,7 @@ def _keys(keys: jax.Array, table: Any, entries: int, pool: Any, time: int) -> Ke
 
 def _scoring(batch: int, time: int, size: int, pooled: bool) -> Scoring:
     if pooled or time == 1:
-        return Scoring()
+        return Scoring(warpgroups=3, slots=4)
     queries = min(16, time + time % 2)
     return Scoring(queries=queries, at_once=2 if queries % 4 else 4, ctas=132)
 

@@ -43,6 +43,15 @@ def prepare_barriers(count: int, arrivals: int) -> str:
     )
 
 
+def _locate(size: int, granule: int) -> str:
+    """``g``: the granule of entry ``e``, which becomes its number in it."""
+    if granule >= size:
+        return "mov.b32 g, 0;"
+    if granule & (granule - 1) == 0:
+        return f"shr.u32 g, e, {granule.bit_length() - 1}; and.b32 e, e, {granule - 1};"
+    return f"div.u32 g, e, {granule}; mul.lo.u32 x, g, {granule}; sub.u32 e, e, x;"
+
+
 def start_copy(size: int, granule: int) -> str:
     """Starts the copy of a warp's 16 keys of a tile.
 
@@ -55,7 +64,7 @@ def start_copy(size: int, granule: int) -> str:
     lines = [
         f"setp.lt.u32 p, $5, {lanes}; mad.lo.u32 e, $5, {each}, $4; mad.lo.u32 d, $5, {each * ROW}, $2;",
         f"sub.s32 n, {size}, e; min.s32 n, n, {each}; max.s32 n, n, 0; mul.lo.u32 n, n, {ROW};",
-        f"min.s32 e, e, {size - 1}; div.u32 g, e, {granule}; mul.lo.u32 x, g, {granule}; sub.u32 e, e, x;",
+        f"min.s32 e, e, {size - 1}; {_locate(size, granule)}",
         "mad.wide.u32 a, g, 4, $1; mov.b32 r, -1; @p ld.global.nc.b32 r, [a + 0];",
         "setp.lt.s32 q, r, 0; selp.b32 n, 0, n, q; add.u32 r, r, e;",
         f"mad.wide.u32 a, r, {ROW}, $0; setp.gt.and.s32 q, n, 0, p;",
@@ -116,7 +125,7 @@ def load(size: int, granule: int) -> str:
         lines += [f"mov.b32 w{key}{i}, 0;" for i in range(16)]
         lines += [
             f"add.u32 e, $36, r; {'add.u32 e, e, 8;' if key else ''} setp.lt.u32 p, e, {size};",
-            f"div.u32 g, e, {granule}; mul.lo.u32 x, g, {granule}; sub.u32 e, e, x; mad.wide.u32 a, g, 4, $35;",
+            f"{_locate(size, granule)} mad.wide.u32 a, g, 4, $35;",
             "mov.b32 x, -1; @p ld.global.nc.b32 x, [a + 0]; setp.ge.s32 p, x, 0; add.u32 x, x, e;",
             f"mad.wide.u32 a, x, {2 * WIDTH}, $34; mad.wide.u32 a, c, {WIDTH // 2}, a;",
         ]
@@ -189,8 +198,9 @@ def prepare_query(wide: bool, wide_weights: bool) -> str:
     return block(lines, words, ".reg .b64 a; .reg .f32 f, g, k; .reg .pred p;")
 
 
-def finish(size: int, pool: bool, queries: int) -> str:
-    """Scores of a tile for ``queries`` (1, 2 or 4), and the largest of each block of 8, +inf for the newest visible entry's.
+def finish(size: int, pool: bool, queries: int, pin: bool) -> str:
+    """Scores of a tile for ``queries`` (1, 2 or 4), and without ``pool`` the largest of each block of 8, with ``pin`` +inf for
+    that of the newest visible entry.
 
     Operands: the product's 16 registers of each query; the two keys' scales (float32); shared addresses of the first query's
     weights and of what `prepare_query` says of it; first place of the warp's 16 keys; lane; global addresses of the scores (rows
@@ -236,7 +246,8 @@ def finish(size: int, pool: bool, queries: int) -> str:
     lines.append({1: "mov.b32 c, 0;", 2: "shr.u32 c, c, 1;", 4: ""}[queries])
     lines.append(f"mad.lo.u32 a, c, 16, {spans}; ld.shared.v4.b32 {{first, count, row, x}}, [a + 0];")
     lines.append(f"mad.wide.u32 at, row, {4 * size}, {out}; mad.wide.u32 block, row, {size // 2}, {best};")
-    lines.append("add.u32 newest, first, count; sub.u32 newest, newest, 1; shr.u32 newest, newest, 3;")
+    if pin:
+        lines.append("add.u32 newest, first, count; sub.u32 newest, newest, 1; shr.u32 newest, newest, 3;")
     lines.append(
         f"setp.ge.s32 live, row, 0; {f'and.b32 x, {lane}, 2; setp.eq.and.u32 live, x, 0, live;' if queries == 1 else ''}"
     )
@@ -251,14 +262,14 @@ def finish(size: int, pool: bool, queries: int) -> str:
             ]
         else:
             lines.append("sub.u32 x, e, first; setp.lt.u32 q, x, count;")
-        lines += [
-            f"selp.f32 {v}, {v}, 0fFF800000, q; mad.wide.u32 m, e, 4, at; @p st.global.f32 [m + 0], {v};",
-            *(f"shfl.sync.bfly.b32 w0|q, {v}, {step}, 31, -1; max.f32 {v}, {v}, w0;" for step in (4, 8, 16)),
-            # A query is not restricted to blocks while it looks for them, so a block has its place for its number.
-            "setp.eq.u32 q, newest, b; setp.gt.and.s32 q, count, 0, q;",
-            f"selp.f32 {v}, 0f7F800000, {v}, q; and.b32 x, e, 7; setp.eq.and.u32 p, x, 0, p;",
-            f"mad.wide.u32 m, b, 4, block; @p st.global.f32 [m + 0], {v};",
-        ]
+        lines.append(f"selp.f32 {v}, {v}, 0fFF800000, q; mad.wide.u32 m, e, 4, at; @p st.global.f32 [m + 0], {v};")
+        if pool:
+            continue
+        lines += [f"shfl.sync.bfly.b32 w0|q, {v}, {step}, 31, -1; max.f32 {v}, {v}, w0;" for step in (4, 8, 16)]
+        if pin:
+            lines.append(f"setp.eq.u32 q, newest, b; setp.gt.and.s32 q, count, 0, q; selp.f32 {v}, 0f7F800000, {v}, q;")
+        lines.append("and.b32 x, e, 7; setp.eq.and.u32 p, x, 0, p;")
+        lines.append(f"mad.wide.u32 m, b, 4, block; @p st.global.f32 [m + 0], {v};")
     words = ["a", "c", "r", "e", "x", "b", "n", "first", "count", "row", "newest"]
     floats = ", ".join(["t", "w0", "w1", *(v for pair in sums for v in pair)])
     return block(lines, words, f".reg .f32 {floats}; .reg .b64 m, at, block; .reg .pred p, q, live;")

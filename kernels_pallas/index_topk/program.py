@@ -9,7 +9,7 @@ which threads run, and takes the lowest indices of those that tie.
 
 from typing import Literal
 
-Names = Literal["places", "ids", "blocks"]
+Names = Literal["places", "ids", "blocks", "fetched"]
 BINS = 2048
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # shift and width of each pass
 _NONE = 0xFF800000  # the key of -inf; everything finite is below
@@ -50,7 +50,25 @@ def _before(value: str) -> list[str]:
     ]
 
 
+def _fetch(each: int) -> list[str]:
+    """Scores of the blocks that a thread has, from wherever they are."""
+    lines = [
+        f"mul.lo.u32 i0, tid, {each}; sub.s32 left, count, i0; shr.u32 got, i0, 3; mad.wide.u32 b, got, 4, ids; mov.b32 rest, 0;"
+    ]
+    for e in range(0, each, 8):
+        lines.append(f"mov.b32 id{e}, -1; setp.gt.s32 p, left, {e}; @p ld.global.nc.b32 id{e}, [b + {e // 2}];")
+    for e in range(0, each, 8):
+        lines += [f"mov.b32 x{e + j}, -1;" for j in range(8)]
+        lines.append(f"setp.ge.s32 p, id{e}, 0; mad.wide.u32 a, id{e}, 32, source;")
+        for j in (0, 4):
+            keys = ", ".join(f"x{e + j + n}" for n in range(4))
+            lines.append(f"@p ld.global.nc.v4.b32 {{{keys}}}, [a + {4 * j}];")
+    return lines + [_flip(f"x{e}", f"x{e}") for e in range(each)]
+
+
 def _load(threads: int, each: int, names: Names) -> list[str]:
+    if names == "fetched":
+        return _fetch(each)
     lines = [f"mul.lo.u32 i0, tid, {each}; sub.s32 left, count, i0; mad.wide.u32 a, i0, 4, source;"]
     if names == "ids":
         lines.append("mad.wide.u32 b, i0, 4, ids;")
@@ -135,7 +153,7 @@ def _compact(each: int, names: Names, scores: bool, ties: bool) -> list[str]:
             lines.append("@q add.u32 prefix, prefix, 1; or.pred p, p, r;")
         if names == "ids":
             lines.append(f"mov.b32 got, id{e};")
-        elif names == "blocks":
+        elif names in ("blocks", "fetched"):
             lines.append(f"mad.lo.u32 got, id{e - e % 8}, 8, rest; add.u32 got, got, {e % 8};")
         else:
             lines.append(f"add.u32 got, rest, {e};")
@@ -169,7 +187,8 @@ def program(threads: int, each: int, k: int, names: Names, scores: bool) -> str:
 
     Operands: $0 scores (global address, 16-byte aligned), $1 how many there are, $2 `scratch_bytes` of shared memory (address),
     $3 the thread's number, $4 where ids go (global address), $5 what the scores are called: the first one's number ("places"),
-    the address of everyone's ("ids"), or of those of blocks of 8 ("blocks"); $6 where the scores go (with ``scores``). What is
+    the address of everyone's ("ids"), or of those of blocks of 8 ("blocks"), of which "fetched" also gets the scores from there
+    in a row of scores at $0 (-1: none); $6 where the scores go (with ``scores``). What is
     missing of k gets id -1 and score -inf; a score of -inf is never chosen.
     """
     own = BINS // threads

@@ -54,13 +54,14 @@ def scores(
     first: jax.Array,
     count: jax.Array,
     scoring: Scoring = Scoring(),
+    pin: bool = True,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scores ``[B, T, n]`` and maxima of blocks of 8 ``[B, T, n / 8]`` in float32, n the next multiple of 64 from size on.
 
     q ``[B, T, 32, 128]`` and weights ``[B, T, 32]`` bfloat16 or float32; entries first .. first + count - 1 are visible, others
-    score -inf, and the newest visible entry's block +inf. What lies past the last visible entry of a CTA's queries, rounded up to
-    a tile, stays unwritten.
+    score -inf, and with ``pin`` the newest visible entry's block +inf; with a pool there are no maxima. What lies past the last
+    visible entry of a CTA's queries, rounded up to a tile, stays unwritten.
     """
     batch, time = q.shape[:2]
     pooled = stored.pool is not None
@@ -94,7 +95,7 @@ def scores(
         tiles = lax.div((stored.size if pooled else jnp.minimum(reach, stored.size)) + (TILE - 1), TILE)
         worker = part * workers + own
         turns = jnp.maximum(lax.div(tiles - worker + (stride - 1), stride), 0)
-        refs = Refs(stored, slots, workers, q_ref, w_ref, rows_ref, starts_ref, pool_ref, out_ref, best_ref, *scratch)
+        refs = Refs(stored, slots, workers, pin, q_ref, w_ref, rows_ref, starts_ref, pool_ref, out_ref, best_ref, *scratch)
         side = Native(refs) if interpret is None else Interpreted(refs)
         for j in range(queries):
             number, there = row + jnp.minimum(j, left - 1), jnp.where(j < left, row + j, -1)

@@ -64,6 +64,12 @@ def top_k(
         names, kind, scores = [ids.reshape(rows, slices * k)], "ids", scores.reshape(rows, slices * k)
 
 
+def top_k_of_blocks(scores: jax.Array, blocks: jax.Array, k: int, threads: int = 512, interpret: Any = None) -> jax.Array:
+    """`top_k` of a row's entries in ``blocks`` int32 ``[R, n]``, ascending blocks of 8, -1 behind them: one CTA a row."""
+    slicing = Slicing(threads, 8 * -(-blocks.shape[1] // threads))
+    return _Level(k, 1, slicing, "fetched", lambda limits: 8 * blocks.shape[1]).run(scores, [blocks], (), interpret)[0]
+
+
 @dataclass(frozen=True)
 class _Level:
     """The best k of each slice of each row. kind: what the scores are called; reach: how many of a row's count, by its limits."""
@@ -109,6 +115,7 @@ class _Level:
 
     def _native(self, scores, names, out_ids, out_scores, scratch, row, first, count, cta) -> None:
         size, per = scores.shape[1], 8 if self.kind == "blocks" else 1
+        pitch = names[0].shape[1] if self.kind == "fetched" else size // per
 
         @inline([scores, out_ids, scratch, *names, *out_scores], [row, first, count, cta, lax.div(first, per)])
         def _(refs: Any, numbers: Any) -> tuple[str, list]:
@@ -116,7 +123,7 @@ class _Level:
             scores, out_ids, scratch, *rest = refs
             args = [global_address(scores, (row, size), (first, 1)), count, shared_address(scratch), thread_number()]
             args.append(global_address(out_ids, (cta, self.k)))
-            args += [global_address(ref, (row, size // per), (named, 1)) for ref in rest[: len(names)]] or [first]
+            args += [global_address(ref, (row, pitch), (named, 1)) for ref in rest[: len(names)]] or [first]
             args += [global_address(ref, (cta, self.k)) for ref in rest[len(names) :]]
             return program.program(self.slicing.threads, self.slicing.each, self.k, self.kind, bool(out_scores)), args
 
@@ -126,13 +133,16 @@ class _Level:
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _() -> None:
             places = first + jnp.arange(length, dtype=jnp.int32)
-            inside = jnp.minimum(places, scores.shape[1] - 1)
-            values = jnp.where(places < first + count, scores[row][inside], -jnp.inf)
+            inside, called, there = jnp.minimum(places, scores.shape[1] - 1), places, places < first + count
+            if self.kind == "fetched":
+                block = names[0][row][jnp.minimum(places // 8, names[0].shape[1] - 1)]
+                called = inside = jnp.where(block < 0, 0, block * 8 + places % 8)
+                there &= block >= 0
+            values = jnp.where(there, scores[row][inside], -jnp.inf)
             best, at = lax.top_k(values, min(k, length))
             at = jnp.sort(jnp.where(best > -jnp.inf, at, length))
             at = jnp.pad(at, (0, max(0, k - length)), constant_values=length)
             some, at = at < length, jnp.minimum(at, length - 1)
-            called = places
             if self.kind == "ids":
                 called = names[0][row][inside]
             if self.kind == "blocks":

@@ -27,6 +27,7 @@ class Refs:
     stored: Any
     slots: int
     workers: int
+    pin: bool
     q: Any
     weights: Any
     rows: Any
@@ -171,7 +172,7 @@ class Native:
             args.append(_mad(chunk, 4 * queries * HEADS, shared_address(weights)))
             args.append(_mad(chunk, 16 * queries, shared_address(held)))
             args += [_place(tile.registers.item()), _lane(), *(global_address(ref) for ref in outputs)]
-            assembly(keys.finish(refs.out.shape[1], pool is not None, queries), args, [])
+            assembly(keys.finish(refs.out.shape[1], pool is not None, queries, refs.pin), args, [])
 
         place(build)(acc, scale, inputs, chunk, tile)
 
@@ -237,6 +238,7 @@ class Interpreted:
                 values = jnp.where((name >= first) & (name < first + count), values, -jnp.inf)
                 best = jnp.max(values.reshape(-1, BLOCK), axis=1)
                 block = tile * (TILE // BLOCK) + jnp.arange(TILE // BLOCK, dtype=jnp.int32)
-                best = jnp.where((block == (first + count - 1) // BLOCK) & (count > 0), jnp.inf, best)
+                if refs.pin:
+                    best = jnp.where((block == (first + count - 1) // BLOCK) & (count > 0), jnp.inf, best)
                 refs.out[number, pl.ds(tile * TILE, TILE)] = values
                 refs.best[number, pl.ds(tile * (TILE // BLOCK), TILE // BLOCK)] = best

@@ -10,8 +10,8 @@ import pytest
 
 from dsv41.quant import EXPERT_WEIGHT, dequantize_tiles
 from dsv41.quant import unpack as dequantize
-from kernels_pallas.grouped_matmul import unpack
-from kernels_pallas.grouped_matmul.unpack import FP4, FP8, LINE, SHIFT, TURNS
+from kernels_pallas.grouped_matmul import narrow, unpack
+from kernels_pallas.grouped_matmul.unpack import BLOCK, FP4, FP8, LINE, SHIFT, TURNS
 
 KINDS = {"FP4": FP4, "FP8": FP8}
 
@@ -40,6 +40,8 @@ PLAIN = {
     "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else 1 / 0,
     "mul.rn.bf16x2": times,
 }
+
+ARITH = {"addi": operator.add, "muli": operator.mul, "xori": operator.xor, "andi": operator.and_, "shrui": operator.rshift}
 
 
 def execute(ptx, args, count, effects):
@@ -72,10 +74,9 @@ def exact(values, scales, codes):
 def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, monkeypatch):
     """Against the other operand's order: value of the weight at each place of the instruction's first operand."""
     codes = KINDS[name]
-    plain = {"addi": operator.add, "muli": operator.mul, "xori": operator.xor, "shrui": operator.rshift}
-    monkeypatch.setattr(unpack, "arith", SimpleNamespace(**plain))
-    monkeypatch.setattr(unpack, "_c", lambda value: value)
-    monkeypatch.setattr(unpack, "_asm", execute)
+    monkeypatch.setattr(unpack, "arith", SimpleNamespace(**ARITH))
+    monkeypatch.setattr(unpack, "constant", lambda value: value)
+    monkeypatch.setattr(unpack, "asm", execute)
     values, scales = stored(codes)
     row = np.arange(64)[:, None]
     shared = np.zeros(64 * LINE, np.uint8)
@@ -105,10 +106,55 @@ def test_a_thread_reads_and_computes_what_its_registers_stand_for(name, monkeypa
 def test_scales_beyond_the_range_saturate(name, monkeypatch):
     """A factor stays a positive finite power of two, whatever the byte."""
     codes = KINDS[name]
-    monkeypatch.setattr(unpack, "_asm", execute)
+    monkeypatch.setattr(unpack, "asm", execute)
     every = np.arange(256, dtype=np.uint64)
     factor = halves(unpack._factor(every, codes, 0))
     for half in factor:
         assert (half > 0).all() and np.isfinite(half).all()
         inside = (every > 60) & (every < 190)
         np.testing.assert_array_equal(half[inside], 2.0 ** (every[inside].astype(float) - 127 + codes.bias - SHIFT))
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_products_of_a_warp_are_those_of_its_registers(rows, monkeypatch):
+    """What each lane loads of the rows and which registers meet, with the two instructions as the PTX manual has them."""
+    monkeypatch.setattr(narrow, "arith", SimpleNamespace(**ARITH))
+    monkeypatch.setattr(narrow, "constant", lambda value: value)
+    lane, random = np.arange(32), np.random.default_rng(0)
+    group, column = lane // 4, lane % 4
+    depth = 2 * BLOCK
+    a, x = (random.integers(-8, 8, (n, depth)).astype(np.float64) for n in (16, rows))
+    blocks = []
+    for block in np.split(x, 2, axis=1):
+        # A row's 16-byte pieces are swizzled; a piece is 8 values.
+        row, piece = np.arange(rows)[:, None], np.arange(8)[None]
+        shared = np.zeros((rows * 8, 8))
+        shared[row * 8 + (piece ^ row % 8)] = block.reshape(rows, 8, 8)
+        words = []
+        for first in range(0, rows, 8):
+            for half in range(2):
+                at = narrow.place(0, lane, first, half)
+                for lanes in np.split(at, 4):
+                    # A matrix's rows lie in all banks; word c of row g goes to lane 4 g + c.
+                    assert len(set(lanes // 16 % 8)) == 8
+                    words.append(shared[lanes // 16].reshape(8, 4, 2)[group, column])
+        blocks.append(words)
+
+    def weights(eight, half):
+        return a[group + 8 * half][lane[:, None], 8 * eight + 2 * column[:, None] + np.arange(2)]
+
+    def instruction(acc, a, b):
+        first, second = np.zeros((16, 16)), np.zeros((16, 8))
+        for word in range(4):
+            for side in range(2):
+                first[group + word % 2 * 8, word // 2 * 8 + 2 * column + side] = a[word][:, side]
+        for word in range(2):
+            for side in range(2):
+                second[8 * word + 2 * column + side, group] = b[word][:, side]
+        out = first @ second
+        return [acc[i] + out[group + i // 2 * 8, 2 * column + i % 2] for i in range(4)]
+
+    got = narrow.products([[np.zeros(32)] * 4 for _ in range(rows // 8)], weights, blocks, instruction)
+    for tile, values in enumerate(got):
+        for i, value in enumerate(values):
+            np.testing.assert_array_equal(value, (a @ x.T)[group + i // 2 * 8, 8 * tile + 2 * column + i % 2])

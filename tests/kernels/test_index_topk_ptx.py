@@ -85,6 +85,27 @@ def test_ties_anywhere(data):
     pick(scores, data.draw(st.sampled_from([4, 32, 100])), 64, data.draw(st.sampled_from([4, 8])) if size > 128 else 4, names)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("threads", "each", "number"), [(64, 8, 50), (128, 16, 256)])
+def test_scores_fetched_by_block(kind, threads, each, number):
+    """Entries of ascending blocks, fewer than the CTA could take, -1 behind them."""
+    rng, k = np.random.default_rng(3), 40
+    scores = KINDS[kind](rng, 4096).astype(np.float32)
+    blocks = np.sort(rng.choice(512, number, replace=False)).astype(np.int32)
+    blocks[number - 3 :] = -1
+    memory = np.full(4096 + number + 2 * k + 8, 7, np.uint32)
+    memory[:4096], memory[4096 : 4096 + number] = scores.view(np.uint32), blocks.view(np.uint32)
+    shared = rng.integers(0, 1 << 32, program.scratch_bytes(k) // 4 + 16, dtype=np.uint32)
+    out = 4096 + number
+    operands = [0, 8 * number, 32, np.arange(threads), 4 * out, 4 * 4096, 4 * (out + k)]
+    Cta(threads, memory, shared).run(program.program(threads, each, k, "fetched", False), operands)
+    there = np.repeat(np.isin(np.arange(512), blocks), 8)
+    chosen = best(np.where(there, scores, -np.inf).astype(np.float32), k)
+    want = np.pad(chosen, (0, k - len(chosen)), constant_values=-1)
+    np.testing.assert_array_equal(memory[out : out + k].view(np.int32), want)
+    np.testing.assert_array_equal(memory[out + k :], 7)
+
+
 @pytest.mark.parametrize("count", [0, -5, 1, 3, 255, 256])
 def test_counts_at_the_edges(count):
     pick(np.random.default_rng(2).standard_normal(256).astype(np.float32), 32, 64, 4, "ids", count=count)
@@ -177,7 +198,7 @@ def test_tiles_of_keys(queries, pool, wide, first, count, size, scales):
         operands = [at["q"] + each * j * HEADS * WIDTH, at["weights"] + each * j * HEADS, QUERY + 2 * j * HEADS * WIDTH]
         operands += [SIDE + 4 * j * HEADS, thread, SPANS + 16 * j, *span, -1 if j == 2 else j]
         cta.run(keys.prepare_query(wide, wide), operands)
-    granule, pitch = BLOCK if pool else size, TILE * -(-size // TILE)
+    granule, pitch, pin = BLOCK if pool else size, TILE * -(-size // TILE), wide
     for tile in range(pitch // TILE):
         place = tile * TILE + warp * WARP
         ring, barrier = RING + warp * WARP_BYTES, BARRIERS + warp * 8
@@ -199,7 +220,7 @@ def test_tiles_of_keys(queries, pool, wide, first, count, size, scales):
                     registers.append(product[at_row, at_column].view(np.uint32))
         operands = [*registers, words[32], words[33], SIDE, SPANS, place, lane, at["out"], at["best"], at["pool"]]
         with np.errstate(invalid="ignore"):
-            cta.run(keys.finish(pitch, pool, queries), operands)
+            cta.run(keys.finish(pitch, pool, queries, pin), operands)
     entry = np.arange(size)
     start = starts[entry // granule]
     name = entry if numbers is None else np.where(start < 0, -1, numbers[entry // 8] * 8 + entry % 8)
@@ -221,7 +242,7 @@ def test_tiles_of_keys(queries, pool, wide, first, count, size, scales):
             np.testing.assert_allclose(got_each, want_each, rtol=0, atol=5e-7 * np.abs(want_each).max())
         if not pool:
             blocks = got.reshape(-1, BLOCK).max(axis=1)
-            if number:
+            if number and pin:
                 blocks[(begin + number - 1) // BLOCK] = np.inf
             best = memory[PLACES["best"] + j * pitch // BLOCK :].view(np.float32)
             np.testing.assert_array_equal(best[: size // BLOCK], blocks)
