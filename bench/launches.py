@@ -1,7 +1,7 @@
 """Kernels that a Reuse layer of the release's widths launches in decode and in prefill, counted by CUPTI.
 
 The same model is run with one Reuse layer and with two: what the second adds is its kernels, those that join it to the rest
-included. Times are of the device, of one call, cache and caches of the chip warm.
+included. A decode step is the second of a loop. Times are of the device, of one call, cache and caches of the chip warm.
 Run: python -m bench.launches [FILE.json]    (on a GPU)
 """
 
@@ -43,14 +43,35 @@ def with_reuse(layers: int) -> ModelConfig:
 
 
 def kernels(params: Any, config: ModelConfig, batch: int, time: int) -> list[tuple[str, float]]:
-    """Name and microseconds of each kernel of a step of ``batch`` requests and ``time`` tokens behind a context of as many."""
+    """Name and microseconds of each kernel of a step of ``batch`` requests and ``time`` tokens behind a context of as many.
+
+    A decode step is one of a loop of them, as generation runs it: what depends on the weights alone is done before the loop.
+    """
     fold = jnp.arange(config.vocab_size, dtype=jnp.int32)
     step = jax.jit(lambda params, cache, ids: extend(params, config, _POLICY, cache, ids, jnp.ones(ids.shape, bool), fold))
+
+    def steps(count: jax.Array, params: Any, cache: Any, ids: jax.Array) -> Any:
+        def one(_: Any, state: tuple) -> tuple:
+            logits, cache = step(params, *state)
+            return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, None]
+
+        return jax.lax.fori_loop(0, count, one, (cache, ids))
+
     ids = jax.random.randint(jax.random.key(1), (batch, max(time, 512)), 3, config.vocab_size)
-    cache = init_cache(config, _POLICY, batch, _CAPACITY)
-    _, cache = step(params, cache, ids)
-    jax.block_until_ready(step(params, cache, ids[:, :time]))
-    return profiled(step, (params, cache, ids[:, :time]))[1]
+    _, cache = step(params, init_cache(config, _POLICY, batch, _CAPACITY), ids)
+    if time > 1:
+        jax.block_until_ready(step(params, cache, ids))
+        return profiled(step, (params, cache, ids))[1]
+    loop = jax.jit(steps)
+    _, one, two = (profiled(loop, (jnp.int32(count), params, cache, ids[:, :1]))[1] for count in (1, 1, 2))
+    return of_one_step(one, two)
+
+
+def of_one_step(one: list[tuple[str, float]], two: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The kernels of a loop's second step, from those of the loop with one step and with two, each at its mean time."""
+    names = Counter(name for name, _ in two)
+    mean = {name: sum(us for own, us in two if own == name) / count for name, count in names.items()}
+    return [(name, mean[name]) for name in (names - Counter(name for name, _ in one)).elements()]
 
 
 def added(few: list[tuple[str, float]], many: list[tuple[str, float]]) -> tuple[int, float, dict[str, int]]:

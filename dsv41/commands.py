@@ -125,7 +125,7 @@ class Train:
     wandb: str | None = None
     """Also log to this Weights & Biases project; a resume goes on with the same run."""
     mesh: str | None = None
-    """Devices by axis, as data=2,expert=4: data, fsdp, expert and model; one device where not given."""
+    """Devices by axis, as data=2,expert=4: data, fsdp, expert, context and model; one device where not given."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from kernels_pallas import registry
 from kernels_pallas.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from kernels_pallas.grouped_matmul.reference import values
 
+_COUNTED = 256  # so few items find their places by comparing all: two kernels on a GPU where sorting and scattering take more
+
 
 @struct.dataclass
 class Routing:
@@ -53,6 +55,17 @@ def route(
 def _swiglu_expert(x: Array, w: ExpertParams, limit: float) -> Array:
     hidden = swiglu(linear(x, w.w1), linear(x, w.w3), limit)
     return linear(hidden.astype(x.dtype), w.w2)
+
+
+def by_expert(expert: Int[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Items by expert, equal ones as they come: which item is at each place, and at which place each item is."""
+    items = jnp.arange(expert.size, dtype=jnp.int32)
+    if expert.size > _COUNTED:
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        return order, jnp.zeros_like(items).at[order].set(items, unique_indices=True)
+    before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (items[None] < items[:, None]))
+    place = jnp.sum(before.astype(jnp.int32), axis=1)
+    return jnp.sum(jnp.where(place[None] == items[:, None], items[None], 0), axis=1), place
 
 
 @jax.custom_vjp
@@ -97,12 +110,10 @@ def _gathered_backward(count: int, kept: Any, g: Array) -> tuple:
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _by_expert(expert: Int[Array, " i"], experts: int) -> tuple[Int[Array, " i"], Int[Array, " i"], Int[Array, " E"]]:
-    """The order of items by expert, those of none last; where each one goes; and how many each expert has."""
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    place = jnp.zeros(expert.shape, jnp.int32).at[order].set(jnp.arange(expert.size, dtype=jnp.int32), unique_indices=True)
+def _grouped(expert: Int[Array, " i"], experts: int) -> tuple[Int[Array, " i"], Int[Array, " i"], Int[Array, " E"]]:
+    """`by_expert`, items of no expert last; and how many each expert has."""
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
-    return order, place, sizes
+    return *by_expert(expert), sizes
 
 
 def grouped_experts(
@@ -131,7 +142,7 @@ def grouped_experts(
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
         return jnp.sum(jnp.where(live[..., None], out, 0.0), axis=1)
     expert = jnp.where(live, ids, experts).reshape(-1)
-    order, place, sizes = _by_expert(expert, experts)
+    order, place, sizes = _grouped(expert, experts)
     scale = _spread(weights.reshape(-1), order, place)
     hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
     return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])
@@ -157,7 +168,7 @@ def dispatched_experts(
     live = live & (own >= 0) & (own < shards * held)
     if shards == 1:
         return grouped_experts(x, jnp.where(live, own, 0), weights, live, params, limit)
-    order, place, sizes = _by_expert(jnp.where(live, own, shards * held).reshape(-1), shards * held)
+    order, place, sizes = _grouped(jnp.where(live, own, shards * held).reshape(-1), shards * held)
     # Rows from each device to each device for each expert that it holds.
     sizes: Any = lax.all_gather(sizes.reshape(shards, held), "expert")
     pairs, most = jnp.sum(sizes, axis=-1), count * min(k, held)

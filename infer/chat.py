@@ -117,7 +117,7 @@ def render(
     effort: Any = None,
     schema: Any = None,
 ) -> list[Piece]:
-    """The prompt for an assistant's next turn; the texts of all pieces joined are the string of the published encoder.
+    """The prompt for an assistant's next turn; the texts of all pieces joined are the string of the release's encoding.
 
     messages: OpenAI's, whose last is not the assistant's; role "developer" is "system". tools: OpenAI's. effort: see
     `effort_number`; told in thinking mode alone. schema: JSON that the reply is asked to follow, not held to. Of earlier turns

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
+TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_FLAT: Any = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
 
 
 def store(ref: Any, value: Any) -> None:
@@ -19,6 +22,21 @@ def store(ref: Any, value: Any) -> None:
         ref[...] = value
     else:
         own(ref, value, optimized=False)
+
+
+def two_views(shape: tuple[int, ...], native: bool) -> Any:
+    """Shared memory ``[.., R, 64]`` under two names: rows for copies of and to
+    any number of rows from any of them on, tiles of 8 rows for arithmetic.
+
+    Of one column of tiles both are the same bytes. The interpreter, which has no bytes, gets one name, see `views`.
+    """
+    tiled = plgpu.SMEM(shape, jnp.bfloat16, transforms=TILED)
+    return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=_FLAT), tiled) if native else tiled
+
+
+def views(ref: Any, native: bool) -> tuple[Any, Any]:
+    """Rows and tiles of `two_views`."""
+    return tuple(ref) if native else (ref, ref)
 
 
 def inline(refs: Sequence[Any], numbers: Sequence[Any], kinds: Sequence[Any] | None = None) -> Any:

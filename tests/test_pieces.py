@@ -15,7 +15,7 @@ from dsv41.config import preset
 from dsv41.hashing import hash_rows, hash_rows_host, lookback, table_hashes
 from dsv41.indexer import candidate_blocks, candidate_entries, candidate_mask, ids_to_mask, index_kl, select
 from dsv41.layout import make_layout
-from dsv41.moe import grouped_experts, route
+from dsv41.moe import by_expert, grouped_experts, route
 from dsv41.numerics import linear, rms_norm, sink_softmax, swiglu
 from dsv41.params import ExpertParams, HyperConnection, count_parameters, init_params, spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token, layer_plans
@@ -194,6 +194,14 @@ def test_grouped_experts_equal_a_loop_over_experts(case):
     for got, want in zip(grouped, pull(each_item), strict=True):
         # fp32 sums of up to 37 items' products, as above.
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("items", [1, 6, 256, 257])
+def test_items_by_expert_are_in_stable_order_counted_or_sorted(items):
+    expert = np.random.default_rng(items).integers(0, 17, items).astype(np.int32)
+    order, place = by_expert(jnp.asarray(expert))
+    np.testing.assert_array_equal(order, np.argsort(expert, kind="stable"))
+    np.testing.assert_array_equal(place[order], np.arange(items))
 
 
 @pytest.mark.pitfall("G6", "G8", "L4")

@@ -198,7 +198,7 @@ def three_layers():
 def test_a_step_on_a_mesh_is_that_of_one_device():
     """Loss and every gradient, on a mesh of three axes, with padding."""
     config = three_layers()
-    control, found = differences(config, tiny_params(config), some_batch(config, 8, 16), ["fsdp=2,expert=2,model=2"])
+    control, found = differences(config, tiny_params(config), some_batch(config, 8, 16), ["expert=2,context=2,model=2"])
     assert found["gradients"] > 60
     # A rounding of each weight alone moves some gradients, small sums of large terms, by 3e-5. A mesh rounds activations
     # differently, at some ten places a layer: the same, headroom 10.
@@ -290,7 +290,7 @@ def test_a_step_is_lowered_without_devices(capsys):
     assert found["devices"] == 32 and found["tokens"] == 32 * 16
     ragged = next(row for row in found["collectives"] if row["name"] == "ragged_all_to_all")
     assert ragged["axes"] == "expert" and ragged["times"] % config.num_hidden_layers == 0
-    assert cli.run(["compile", "--preset", "toy", "--mesh", "context=2"]) == 2
-    assert "--mesh: found context=2, allowed in training is context=1" in capsys.readouterr().err
+    assert cli.run(["compile", "--preset", "toy", "--mesh", "context=3"]) == 2
+    assert "--length: found 4096, allowed is a multiple of the mesh's context=3; nearest is 4095" in capsys.readouterr().err
     assert cli.run(["compile", "--preset", "toy", "--mesh", "expert=2", "--length", "63"]) == 2
     assert "--length: found 63" in capsys.readouterr().err

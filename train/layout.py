@@ -31,10 +31,14 @@ def check_rows(sizes: Sizes, rows: int, accumulate: int) -> None:
         raise UserError(f"batch_size: found {rows}, allowed on this mesh is a multiple of {step} rows; nearest is {close}")
 
 
-def check_trained(sizes: Sizes) -> None:
-    """Raises `UserError` for an axis that a training step has no form for."""
-    if sizes["context"] > 1:
-        raise UserError(f"mesh: found context={sizes['context']}, allowed in training is context=1; nearest is context=1")
+def check_tokens(sizes: Sizes, length: int, replay: str = "off") -> None:
+    """Raises `UserError` where a row's tokens cannot be cut over ``context``."""
+    parts = sizes["context"]
+    if parts > 1 and replay == "gather":
+        raise UserError(f"mesh: found context={parts}, allowed where decoder replay gathers is context=1; nearest is context=1")
+    if length % parts:
+        near = max(parts, round(length / parts) * parts)
+        raise UserError(f"length: found {length}, allowed is a multiple of the mesh's context={parts}; nearest is {near}")
 
 
 def state_leaves(init: Callable[..., Any], config: ModelConfig, specs: Any = None) -> Any:

@@ -18,7 +18,7 @@ from dsv41.numerics import Policy
 from dsv41.params import map_specs
 from dsv41.sharding import Sizes, abstract_mesh, check_mesh, padded_shape, parse_mesh, shard_bytes, spell
 from train.data import Batch
-from train.layout import check_trained, row_parts, state_leaves
+from train.layout import check_tokens, row_parts, state_leaves
 from train.packing import check_length
 from train.step import StepOptions, init_state, make_train_step
 
@@ -97,11 +97,11 @@ def lower_train(config: ModelConfig, sizes: Sizes, rows: int, length: int, platf
 def report(config: ModelConfig, mesh: str, rows: int, length: int, platform: str, as_json: bool) -> str:
     """What `dsv41 compile` prints; raises `UserError` for a mesh or a batch that the model cannot have."""
     sizes = parse_mesh(mesh)
-    check_trained(sizes)
     check_mesh(config, sizes)
     if rows < 1:
         raise UserError(f"rows: found {rows}, allowed is 1 or more; nearest is 1")
     check_length(length, config.document_alignment)
+    check_tokens(sizes, length)
     found = lower_train(config, sizes, rows, length, platform)
     if as_json:
         return json.dumps(found, indent=1)

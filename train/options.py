@@ -17,7 +17,7 @@ from dsv41.plan import layer_plans
 from dsv41.sharding import check_mesh, make_mesh, parse_mesh, shard_bytes, torn
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
-from train.layout import check_rows, check_trained, state_leaves
+from train.layout import check_rows, check_tokens, state_leaves
 from train.packing import check_length
 from train.recipes import check_recipe, stages
 from train.step import init_state
@@ -99,13 +99,13 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
     if options.mesh is None:
         return
     sizes = parse_mesh(options.mesh)
-    check_trained(sizes)
     check_mesh(config, sizes)
     make_mesh(sizes)
     if options.engram_rows:
         raise UserError(f"engram_rows: found {options.engram_rows}, allowed on a mesh is 0; nearest is 0")
     for stage in stages(options, config, options.steps):
         check_rows(sizes, stage.rows, stage.step.accumulate)
+        check_tokens(sizes, stage.length, stage.step.replay)
     unit = next(
         (spec for spec in spec_leaves(text_specs(config)) if spec.stored in options.qat_weights and torn(spec, sizes)), None
     )

@@ -57,16 +57,6 @@ def run(
     device: Device = Device(),
 ) -> jax.Array:
     """See `kernels_pallas.grouped_matmul.api`. Products add up in float32; a fused SwiGLU takes them before they are rounded."""
-    rows = x.shape[0]
-    # TMA takes rows in whole tiles of 8; what is behind the last is of no group.
-    x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    scale = None if scale is None else jnp.pad(scale, (0, -rows % 8))
-    return _whole(x, weights, sizes, scale, limit, device)[:rows]
-
-
-def _whole(
-    x: jax.Array, weights: tuple[Any, ...], sizes: jax.Array, scale: jax.Array | None, limit: float, device: Device
-) -> jax.Array:
     if isinstance(weights[0], StoredWeight):
         return _stored(x, weights, sizes, scale, limit, device)
     weights = tuple(w.astype(x.dtype) for w in weights)

@@ -71,6 +71,8 @@ def weight_gradient(
 
     sizes ``[E]`` int32: rows of each group, one after the other. A group without rows has zeros.
     """
+    # Copies take rows in whole tiles of 8; what is behind the last is of no group.
+    g, x = (jnp.pad(a, ((0, -a.shape[0] % 8), (0, 0))) for a in (g, x))
     width, depth, groups = g.shape[1], x.shape[1], sizes.shape[0]
     col_tiles = pl.cdiv(depth, tile.cols)
     items = pl.cdiv(width, tile.rows) * col_tiles

@@ -14,14 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import store
+from kernels_pallas.mosaic import TILED, store, two_views, views
 
 ROWS = 64  # of one matrix instruction
 DEPTH = 64  # of the contracted dimension a slot: 128 bytes of bfloat16, one row of the swizzle
 PIECE = 64  # columns that leave at once
 CONSUMERS = 2
-TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_FLAT: Any = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
 REGISTERS = 40, 232  # a thread of the copying warpgroup and of each other, of 504 for the three
 
 
@@ -31,20 +29,6 @@ class Tile:
 
     cols: int = 256
     stages: int = 4
-
-
-def two_views(shape: tuple[int, ...], native: bool) -> Any:
-    """Shared memory ``[.., R, 64]`` under two names: rows for copies that begin at any row, tiles of 8 rows for arithmetic.
-
-    Of one column of tiles both are the same bytes. The interpreter, which has no bytes, gets one name, see `views`.
-    """
-    tiled = plgpu.SMEM(shape, jnp.bfloat16, transforms=TILED)
-    return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=_FLAT), tiled) if native else tiled
-
-
-def views(ref: Any, native: bool) -> tuple[Any, Any]:
-    """Rows and tiles of `two_views`."""
-    return tuple(ref) if native else (ref, ref)
 
 
 def walk(sizes: Any, tile_rows: int, col_tiles: int, ctas: int, visit: Callable[..., None]) -> tuple[Any, Any, Any]:

@@ -18,14 +18,13 @@ import numpy as np
 from jax import lax
 
 from kernels_pallas.mega_mhc.backward_tokens import HALF, TOKENS, scalars
-from kernels_pallas.mega_mhc.update import COLS, MIXERS, ROW_GROUP, ROWS
-from kernels_pallas.mosaic import store
+from kernels_pallas.mega_mhc.update import COLS, MIXERS, ROWS
+from kernels_pallas.mosaic import TILED, store
 
 SLOTS = 2
 _OWN = ROWS // MIXERS
-_TILED = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 # The contraction of a product is as long as its operands' swizzle, so the predictor's 24 rows make 32.
-_NARROW = (plgpu.TilingTransform((ROW_GROUP, HALF)), plgpu.SwizzleTransform(64))  # pyright: ignore[reportAbstractUsage]
+_NARROW = (plgpu.TilingTransform((8, HALF)), plgpu.SwizzleTransform(64))  # pyright: ignore[reportAbstractUsage]
 _TILE = plgpu.Layout.TILED(plgpu.Tiling(((TOKENS, COLS), (4, COLS), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 _WGMMA = plgpu.Layout.WGMMA
 # A thread's; together what the launch has given all warpgroups.
@@ -286,13 +285,13 @@ def backward_streams(
     bf16, f32 = jnp.bfloat16, jnp.float32
     work = Work(t // ROWS, d // COLS, blocks)
     scratch = (
-        plgpu.SMEM((SLOTS, n, ROWS, COLS), bf16, transforms=_TILED),
-        plgpu.SMEM((SLOTS, ROWS, COLS), bf16, transforms=_TILED),
-        plgpu.SMEM((SLOTS, n, ROWS, COLS), bf16, transforms=_TILED),
-        plgpu.SMEM((SLOTS, ROWS, COLS), bf16, transforms=_TILED),
+        plgpu.SMEM((SLOTS, n, ROWS, COLS), bf16, transforms=TILED),
+        plgpu.SMEM((SLOTS, ROWS, COLS), bf16, transforms=TILED),
+        plgpu.SMEM((SLOTS, n, ROWS, COLS), bf16, transforms=TILED),
+        plgpu.SMEM((SLOTS, ROWS, COLS), bf16, transforms=TILED),
         plgpu.SMEM((n, HALF, COLS), bf16, transforms=_NARROW),
         plgpu.SMEM((SLOTS, ROWS, 2 * HALF), bf16, transforms=_NARROW),
-        plgpu.SMEM((SLOTS, 2 * m, ROWS), bf16, transforms=_TILED),
+        plgpu.SMEM((SLOTS, 2 * m, ROWS), bf16, transforms=TILED),
         plgpu.SMEM((SLOTS, scalars(n), ROWS), f32),
         (
             plgpu.Barrier(num_arrivals=2 * n + 5, num_barriers=SLOTS),

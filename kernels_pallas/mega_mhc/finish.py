@@ -11,11 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsv41.quant import ACTIVATION, E4M3_MAX
-from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS
-from kernels_pallas.mosaic import store
+from kernels_pallas.mega_mhc.update import COLS, ROWS
+from kernels_pallas.mosaic import store, two_views, views
 
 _MOST_CHUNKS = 24  # 64 x 64 bfloat16 each, beside 12 KiB of coefficients in 227 KiB of shared memory
 _ROW = plgpu.Layout.WGMMA
+# Of the coefficients a block has a part of the tile: four rows a warp, where in the products' layout a thread had two.
+_PART = 16
+_PART_ROW = plgpu.Layout.TILED(
+    plgpu.Tiling(((_PART, COLS), (4, COLS), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+).reduce(1)
+
+
+def _inverse(x: Any) -> Any:
+    """One over a positive number: twice the rounding of a division, a quarter of its instructions."""
+    root = lax.rsqrt(x)
+    return root * root
 
 
 def _sinkhorn(m: list[list[Any]], iters: int, eps: float) -> list[list[Any]]:
@@ -26,18 +37,18 @@ def _sinkhorn(m: list[list[Any]], iters: int, eps: float) -> list[list[Any]]:
         return functools.reduce(lambda a, b: a + b, entries)
 
     def columns(m: list[list[Any]]) -> list[list[Any]]:
-        scale = [1.0 / (total([m[j][k] for j in range(n)]) + eps) for k in range(n)]
+        scale = [_inverse(total([m[j][k] for j in range(n)]) + eps) for k in range(n)]
         return [[m[j][k] * scale[k] for k in range(n)] for j in range(n)]
 
     def step(_: Any, m: list[list[Any]]) -> list[list[Any]]:
-        scale = [1.0 / (total(row) + eps) for row in m]
+        scale = [_inverse(total(row) + eps) for row in m]
         return columns([[entry * scale[j] for entry in m[j]] for j in range(n)])
 
     soft = []
     for row in m:
         top = functools.reduce(jnp.maximum, row)
         e = [jnp.exp(entry - top) for entry in row]
-        scale = 1.0 / total(e)
+        scale = _inverse(total(e))
         soft.append([entry * scale + eps for entry in e])
     return lax.fori_loop(0, iters - 1, step, columns(soft))
 
@@ -46,13 +57,14 @@ def _sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
-def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float) -> None:
+def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps: float, rms_eps: float, native: bool) -> None:
     p_gmem, q_gmem, scale_gmem, base_gmem, hat_gmem, gain_gmem, pre_gmem, post_gmem, comb_gmem, stats_gmem, x_gmem, *fp8 = refs
     splits, _, m = p_gmem.shape
     d = gain_gmem.shape[0]
     mixes, outs, chunks_s, barriers = scoped
+    flat_s, chunks_s = views(chunks_s, native)
     block = lax.axis_index("block")
-    per_tile = blocks + 1
+    per_tile = blocks + ROWS // _PART
     row = lax.div(block, jnp.int32(per_tile)) * ROWS
     part = lax.rem(block, jnp.int32(per_tile))
     token = pl.ds(row, ROWS)
@@ -77,17 +89,19 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
         store(outs[3].at[:, m + 1], lax.rsqrt(summed(1, _ROW.reduce(1)) / d + rms_eps))
         mixes[...] = mix * wide(scale, 1) + wide(base, 1)
         plgpu.commit_smem()
-        column = [plgpu.load(mixes.at[:, j], layout=_ROW.reduce(1), optimized=False) for j in range(2 * n + n * n)]
+        first = (part - blocks) * _PART
+        own = pl.ds(first, _PART)
+        column = [plgpu.load(mixes.at[own, j], layout=_PART_ROW, optimized=False) for j in range(2 * n + n * n)]
         for k in range(n):
-            store(outs[0].at[:, k], _sigmoid(column[k]) + eps)
-            store(outs[1].at[:, k], 2.0 * _sigmoid(column[n + k]))
+            store(outs[0].at[own, k], _sigmoid(column[k]) + eps)
+            store(outs[1].at[own, k], 2.0 * _sigmoid(column[n + k]))
         comb = _sinkhorn([column[2 * n + j * n : 2 * n + (j + 1) * n] for j in range(n)], iters, eps)
         for j in range(n):
             for k in range(n):
-                store(outs[2].at[:, j * n + k], comb[j][k])
+                store(outs[2].at[own, j * n + k], comb[j][k])
         plgpu.commit_smem()
         for source, target in zip(outs, (pre_gmem, post_gmem, comb_gmem, stats_gmem), strict=True):
-            plgpu.copy_smem_to_gmem(source, target.at[token])
+            plgpu.copy_smem_to_gmem(source.at[own], target.at[pl.ds(row + first, _PART)])
         plgpu.wait_smem_to_gmem(0)
 
     def quantized(x, layout, chunk):
@@ -113,7 +127,7 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
             return pl.ds((i * blocks + part) * COLS, COLS)
 
         def fetch(i, _):
-            plgpu.copy_gmem_to_smem(hat_gmem.at[token, col(i)], chunks_s.at[i], barriers.at[i])
+            plgpu.copy_gmem_to_smem(hat_gmem.at[token, col(i)], flat_s.at[i], barriers.at[i])
 
         lax.fori_loop(0, chunks, fetch, None)
         rms = lax.rsqrt(summed(1, layout.reduce(1)) / d + rms_eps)
@@ -130,12 +144,13 @@ def _kernel(refs: tuple, scoped: tuple, *, n: int, blocks: int, iters: int, eps:
                 return
             chunks_s[i] = x
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(chunks_s.at[i], x_gmem.at[token, col(i)])
+            plgpu.copy_smem_to_gmem(flat_s.at[i], x_gmem.at[token, col(i)])
 
         lax.fori_loop(0, chunks, one_chunk, None)
         plgpu.wait_smem_to_gmem(0)
 
-    pl.when(part == blocks)(coefficients)
+    # Nothing is written where a part has no token at all.
+    pl.when((part >= blocks) & (row + (part - blocks) * _PART < hat_gmem.shape[0]))(coefficients)
     pl.when(part < blocks)(normalise)
 
 
@@ -166,19 +181,18 @@ def finish(
     collapsed row's. p, q, hat: what `kernels_pallas.mega_mhc.update.update` returns; scale and base: ``[N (N + 2)]``. fp8: x as
     E4M3 and, one more, its scale bytes ``[T, D / 32]``, both with T in whole tiles of 64.
     """
-    f32 = jnp.float32
+    f32, native = jnp.float32, not interpret
     t, d = hat.shape
     blocks = normalisers(d)
     chunks = d // COLS // blocks
-    transforms = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     widths = (n, n, n * n, p.shape[2] + 4)  # rows of whole 16 bytes
 
     def mega_mhc_finish(*refs):
         pl.run_scoped(
-            lambda *scoped: _kernel(refs, scoped, n=n, blocks=blocks, iters=iters, eps=eps, rms_eps=rms_eps),
+            lambda *scoped: _kernel(refs, scoped, n=n, blocks=blocks, iters=iters, eps=eps, rms_eps=rms_eps, native=native),
             plgpu.SMEM((ROWS, p.shape[2]), f32),
             tuple(plgpu.SMEM((ROWS, width), f32) for width in widths),
-            plgpu.SMEM((chunks, ROWS, COLS), jnp.bfloat16, transforms=transforms),
+            two_views((chunks, ROWS, COLS), native),
             plgpu.Barrier(num_barriers=chunks),
         )
 
@@ -188,7 +202,7 @@ def finish(
     return plgpu.kernel(
         mega_mhc_finish,
         out_type=(*(jax.ShapeDtypeStruct((t, width), f32) for width in widths), *x),
-        grid=(pl.cdiv(t, ROWS) * (blocks + 1),),
+        grid=(pl.cdiv(t, ROWS) * (blocks + ROWS // _PART),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,

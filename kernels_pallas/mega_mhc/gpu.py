@@ -12,7 +12,7 @@ from kernels_pallas.mega_mhc.backward import backward
 from kernels_pallas.mega_mhc.finish import finish
 from kernels_pallas.mega_mhc.gradient import differentiable
 from kernels_pallas.mega_mhc.reference import high_and_low
-from kernels_pallas.mega_mhc.update import COLS, ROW_GROUP, ROWS, SHARED_BYTES, Tile, update
+from kernels_pallas.mega_mhc.update import COLS, ROWS, SHARED_BYTES, Tile, update
 
 SMS = 132
 STREAMS = 4  # a row of N float32 must be whole 16 bytes, and N (N + 2) weight rows whole blocks of 8
@@ -80,18 +80,13 @@ def forward(
     f32 = jnp.float32
     tile = choose(t, d) if tile is None else tile
 
-    def whole(a: jax.Array) -> jax.Array:
-        """With as many tokens as TMA takes."""
-        return jnp.pad(a, ((0, -t % ROW_GROUP), *((0, 0) for _ in a.shape[1:])))
-
-    y, streams, post, comb, pre = (whole(a) for a in (y, streams, post, comb, pre))
     new, hat, p, q = update(y, streams, post, comb, pre, high_and_low(hc.fn), tile, interpret)
     scale = hc.scale.astype(f32)[np.repeat(np.arange(3), (n, n, n * n))]
     predictor = (scale, hc.base.astype(f32))
     outs = finish(p, q, *predictor, hat, gain.astype(f32), n, iters, eps, rms_eps, fp8, interpret)
-    own_pre, own_post, own_comb, stats, *x = (out[:t] for out in outs)
-    x = (lax.bitcast_convert_type(x[0], jnp.uint8), x[1]) if fp8 else x[0]
-    return (new[:t], x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
+    own_pre, own_post, own_comb, stats, *x = outs
+    x = (lax.bitcast_convert_type(x[0][:t], jnp.uint8), x[1][:t]) if fp8 else x[0]
+    return (new, x, own_pre, own_post, own_comb.reshape(t, n, n)), stats
 
 
 # A model has this op at every site: lowered once, not once a site.

@@ -10,14 +10,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.mosaic import store
+from kernels_pallas.mosaic import TILED, store, two_views, views
 
 ROWS, COLS = 64, 64  # the rows of one wgmma, the columns of one swizzled 128-byte row
-ROW_GROUP = 8  # rows that a swizzle's pattern takes: an array in device memory has whole groups of them
 MIXERS = 2
 SHARED_BYTES = 227 << 10  # what a block may have
 _OWN = ROWS // MIXERS
-_TILED = (plgpu.TilingTransform((ROW_GROUP, COLS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 # A thread's. The warpgroups share what the launch has given all of them, 128 each; to ask for more is to wait for ever.
 _MIXER_REGISTERS, _PROJECTOR_REGISTERS, _LOADER_REGISTERS = 184, 96, 40
 _LANE = plgpu.LoweringSemantics.Lane
@@ -55,13 +53,14 @@ def _i32(x: int) -> Any:
     return jnp.int32(x)
 
 
-def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int) -> None:
+def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int, native: bool) -> None:
     x_gmem, y_gmem, post_gmem, comb_gmem, pre_gmem, w_gmem, xo_gmem, hat_gmem, p_gmem, q_gmem = refs
     _, n, d = x_gmem.shape
     m = w_gmem.shape[0] // 2
     chunks = d // COLS // tile.splits
     groups = tile.groups
     xs, yh, ws, coef, bars = scoped
+    (xs_flat, xs), (yh_flat, yh) = views(xs, native), views(yh, native)
     full, ready, empty, w_full, c_full, c_free = bars
     block = lax.axis_index("block")
     group, split = lax.div(block, _i32(tile.splits)), lax.rem(block, _i32(tile.splits))
@@ -90,8 +89,8 @@ def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int) -> None:
                 pl.when(g >= tile.slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
                 col = pl.ds(first_col(i), COLS)
                 for k in range(n):
-                    plgpu.copy_gmem_to_smem(x_gmem.at[row, k, col], xs.at[slot, k], full.at[slot])
-                plgpu.copy_gmem_to_smem(y_gmem.at[row, col], yh.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(x_gmem.at[row, k, col], xs_flat.at[slot, k], full.at[slot])
+                plgpu.copy_gmem_to_smem(y_gmem.at[row, col], yh_flat.at[slot], full.at[slot])
 
             lax.fori_loop(0, chunks, one_chunk, None)
 
@@ -182,8 +181,8 @@ def _kernel(refs: tuple, scoped: tuple, *, tile: Tile, tiles: int) -> None:
                     plgpu.barrier_wait(ready.at[slot])
                     col = pl.ds(first_col(i), COLS)
                     for k in range(n):
-                        plgpu.copy_smem_to_gmem(xs.at[slot, k], xo_gmem.at[pl.ds(row, ROWS), k, col])
-                    plgpu.copy_smem_to_gmem(yh.at[slot], hat_gmem.at[pl.ds(row, ROWS), col])
+                        plgpu.copy_smem_to_gmem(xs_flat.at[slot, k], xo_gmem.at[pl.ds(row, ROWS), k, col])
+                    plgpu.copy_smem_to_gmem(yh_flat.at[slot], hat_gmem.at[pl.ds(row, ROWS), col])
                     for k in range(n):
                         piece = g * n + k
                         w_slot = lax.rem(piece, _i32(tile.pieces))
@@ -222,18 +221,18 @@ def update(
     """New streams ``[T, N, D]`` and the collapsed row ``[T, D]`` in bfloat16; of each of S splits the projection
     ``[S, 64 ceil(T/64), M]`` and the sums of squares ``[2, S, 64 ceil(T/64)]`` of the new streams and of the collapsed row.
 
-    T: a multiple of 8; w: the predictor as `kernels_pallas.mega_mhc.reference.high_and_low` splits it.
+    w: the predictor as `kernels_pallas.mega_mhc.reference.high_and_low` splits it.
     """
     t, n, d = streams.shape
-    assert t % ROW_GROUP == 0 and d % (COLS * tile.splits) == 0
+    assert d % (COLS * tile.splits) == 0
     tiles = pl.cdiv(t, ROWS)
     groups = min(tile.groups or tiles, tiles)
     tile = Tile(tile.splits, tile.slots, tile.pieces, groups)
-    bf16, f32 = jnp.bfloat16, jnp.float32
+    bf16, f32, native = jnp.bfloat16, jnp.float32, not interpret
     scratch = (
-        plgpu.SMEM((tile.slots, n, ROWS, COLS), bf16, transforms=_TILED),
-        plgpu.SMEM((tile.slots, ROWS, COLS), bf16, transforms=_TILED),
-        plgpu.SMEM((tile.pieces, w.shape[0], COLS), bf16, transforms=_TILED),
+        two_views((tile.slots, n, ROWS, COLS), native),
+        two_views((tile.slots, ROWS, COLS), native),
+        plgpu.SMEM((tile.pieces, w.shape[0], COLS), bf16, transforms=TILED),
         tuple(plgpu.SMEM((2, ROWS, width), f32) for width in (n, n * n, n)),
         (
             plgpu.Barrier(num_arrivals=n + 1, num_barriers=tile.slots),
@@ -246,7 +245,9 @@ def update(
     )
 
     def mega_mhc(*refs):
-        pl.run_scoped(lambda *scoped: _kernel(refs, scoped, tile=tile, tiles=tiles), *scratch, collective_axes="wg")
+        pl.run_scoped(
+            lambda *scoped: _kernel(refs, scoped, tile=tile, tiles=tiles, native=native), *scratch, collective_axes="wg"
+        )
 
     return plgpu.kernel(
         mega_mhc,

@@ -270,7 +270,11 @@ class Task:
         """The thread's ``index``-th chunk of a turn: words of codes, and the word of its scales."""
         lane = self.lanes[kind.selected]
         row_at = unpack.madd(lane.row, kind.pitch, self._slot(turn))
-        chunk = lane.chunk(index)
+        chunk, live = lane.chunk(index), None
+        if self.geometry.width < self.geometry.padded:
+            # Past a row's end there are the next warp's rows.
+            live = unpack.below(chunk, self.geometry.width // 32)
+            chunk = unpack.choose(live, chunk, unpack.constant(0))
         at = unpack.madd(chunk, 16 if kind.selected else 32, row_at)
         words = (
             unpack.take(at, 4) if kind.selected else [*unpack.take(at, 4), *unpack.take(unpack.add(at, unpack.constant(16)), 4)]
@@ -279,8 +283,7 @@ class Task:
         scale = (
             unpack.take_half(unpack.madd(chunk, 2, scale_at)) if kind.selected else unpack.take_byte(unpack.add(chunk, scale_at))
         )
-        if self.geometry.width < self.geometry.padded:
-            live = unpack.below(chunk, self.geometry.width // 32)
+        if live is not None:
             *words, scale = (unpack.choose(live, word, unpack.constant(0)) for word in (*words, scale))
         return words, scale
 

@@ -170,6 +170,7 @@ def test_both_functions_of_the_op():
 
 
 def test_tiles_of_stored_weights_hold_most_groups():
-    assert gpu.choose(192, 48, True).rows == 16
+    assert gpu.choose(192, 48, True).rows == gpu.choose(192, 48, False).rows == 8
+    assert gpu.choose(193, 48, True).rows == 16
     assert gpu.choose(24576, 384, False).rows == 128
     assert gpu.choose(16384, 64, False).rows == 128

@@ -124,7 +124,7 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
-    for name in ("prepare", "make_train_step", "Examiner", "init_state"):
+    for name in ("prepare", "make_train_step", "Examiner", "Devices"):
         monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
     argv = [
         "train",
