@@ -183,21 +183,31 @@ def _serve(args: Serve) -> int:
         _use_compilation_cache()
         from dsv41.numerics import PACKED, Policy
         from infer.chat import speaking
-        from infer.engine import Engine
+        from infer.engine import PAGE, Engine
         from infer.model import load_model
 
         model = load_model(args.checkpoint)
         model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
         longest = min(args.longest, model.config.max_position_embeddings)
         policy, replay = PACKED if args.packed else Policy(), args.decoder_replay
-        engine = Engine(model, policy, decoder_replay=replay, slots=args.slots, longest=longest, pages=args.pages)
+        prefix = None
+        if args.prefix_cache is not None:
+            from infer.prefix import PrefixCache
+            from infer.store import BlockStore
+            from infer.windows import WindowPool
+
+            store = BlockStore(args.prefix_cache, int(args.prefix_gib * 2**30))
+            prefix = PrefixCache(model, policy, replay, PAGE, store, WindowPool())
+        sizes = {"slots": args.slots, "longest": longest, "pages": args.pages}
+        engine = Engine(model, policy, decoder_replay=replay, prefix=prefix, **sizes)
         service = Service(engine, args.name or args.checkpoint.resolve().name, limits, key)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"serving {service.api.name} at {address}/v1; compiling", flush=True)
         if not key and host not in ("127.0.0.1", "::1"):
             print(f"dsv41: warning: without --api-key all that reach {host} may ask", file=sys.stderr)
-        serve(service, listening, lambda: print("ready", flush=True))
+        with contextlib.closing(prefix) if prefix else contextlib.nullcontext():
+            serve(service, listening, lambda: print("ready", flush=True))
     return 0
 
 

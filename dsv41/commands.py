@@ -237,6 +237,10 @@ class Serve:
     """Keep the cache in the release's FP4 and FP8 rows."""
     decoder_replay: Literal["full", "bounded", "halo"] = "full"
     """Rows of a prompt for the decoder layers, as of dsv41 generate."""
+    prefix_cache: Path | None = None
+    """A file to keep what prompts and answers leave behind in; with it prompts also begin with pages and windows of others."""
+    prefix_gib: float = 8.0
+    """Size of that file at most."""
     max_requests: int = 256
     """HTTP requests at once; more are told to come back."""
     max_body: int = 8 * 2**20

@@ -26,6 +26,7 @@ from infer.reuse import Reuse, Start
 from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Drawn
 
+PAGE = 128  # tokens
 PATIENCE = 1.0  # seconds for which a prompt waits for its blocks to be read
 MOST_LIKELIEST = 20  # alternatives of each token that a request may ask for
 Finish = Literal["stop", "length", "abort", "error"]
@@ -81,7 +82,8 @@ class Metrics:
     """Counts since the start, and what is there now; seconds by the engine's clock.
 
     time_to_first_token: how many requests have had one, and the sum of their seconds since they came. time_per_token: how many
-    tokens came after the first ones of requests that ended, and the sum of their seconds.
+    tokens came after the first ones of requests that ended, and the sum of their seconds. corrupt_blocks, dropped_blocks: of
+    the prefix cache's file, damaged ones that were found and new ones that were not written.
     """
 
     prompt_tokens: int
@@ -95,6 +97,8 @@ class Metrics:
     free_pages: int
     time_to_first_token: tuple[int, float]
     time_per_token: tuple[int, float]
+    corrupt_blocks: int = 0
+    dropped_blocks: int = 0
 
 
 @dataclass(eq=False)
@@ -156,7 +160,7 @@ class Engine:
         decoder_replay: DecoderReplay = "full",
         slots: int = 8,
         longest: int | None = None,
-        page: int = 128,
+        page: int = PAGE,
         pages: int | None = None,
         chunks: tuple[int, ...] = CHUNKS,
         budget: int | None = None,
@@ -223,6 +227,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles every program that requests may need; no later step compiles. Before any request."""
         self.device.warm_up()
+        self._reuse.warm_up()
 
     def metrics(self) -> Metrics:
         """Counts and gauges as of the last step."""
@@ -264,6 +269,7 @@ class Engine:
             free_pages=self.allocator.free,
             time_to_first_token=(counts["first"], seconds["first"]),
             time_per_token=(counts["later"], seconds["later"]),
+            **self._reuse.counts(),
         )
 
     def _running(self) -> list[_Job]:

@@ -143,9 +143,17 @@ class PrefixCache:
 
     def _write(self, store: BlockStore, keys: list[bytes], ids: list[int], first: int, blocks: list[Blocks]) -> None:
         new = {*store.missing(keys[first : first + len(blocks)])}
-        rows = [(n, block) for n, block in enumerate(blocks, first) if keys[n] in new]
+        store.put(row for row in self.rows(keys, ids, first, blocks) if row[0] in new)
+
+    def rows(
+        self, keys: Sequence[bytes], ids: Sequence[int], first: int, blocks: Sequence[Blocks]
+    ) -> list[tuple[bytes, int, bytes]]:
+        """Blocks from number ``first`` on as `BlockStore.put` takes them."""
         pack = self.format.pack
-        store.put((keys[n], n, pack(keys[n], self._parent(keys, n), self._tokens(ids, n), block)) for n, block in rows)
+        return [
+            (keys[n], n, pack(keys[n], self._parent(keys, n), self._tokens(ids, n), block))
+            for n, block in enumerate(blocks, first)
+        ]
 
     def _behind(self, call: Any, *args: Any) -> None:
         with self._count:

@@ -100,6 +100,18 @@ class Reuse:
             self._allocator.release(self._trie.evict(lacking, lambda page: self._allocator.holders(page) == 1))
         return self._allocator.free >= count
 
+    def counts(self) -> dict[str, int]:
+        """Of the store, blocks that were damaged and blocks that were not written."""
+        counts = self._prefix.store.counts if self._prefix and self._prefix.store else {}
+        return {"corrupt_blocks": counts.get("corrupt", 0), "dropped_blocks": counts.get("dropped", 0)}
+
+    def warm_up(self) -> None:
+        """Compiles what moves blocks and windows, by moving those of nobody."""
+        if (prefix := self._prefix) is not None:
+            device = self._device
+            device.cache = prefix.mover.put(device.cache, [0], prefix.mover.take(device.cache, [0]))
+            device.put_windows(0, device.windows(0))
+
     def failed(self, start: Start) -> None:
         """Removes what a prompt began with from the store, as its prefill failed."""
         if self._prefix is not None and start.hit.kept:

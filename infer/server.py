@@ -174,6 +174,8 @@ class Service:
             ("prompt_tokens", now.prompt_tokens, "Tokens of prompts of requests that ended."),
             ("cached_tokens", now.cached_tokens, "Of these the ones found in a cache."),
             ("new_tokens", now.new_tokens, "Tokens made."),
+            ("corrupt_blocks", now.corrupt_blocks, "Damaged blocks found in the prefix cache's file, and removed."),
+            ("dropped_blocks", now.dropped_blocks, "Blocks that the prefix cache's file did not take."),
             ("preemptions", now.preempted, "Requests that had to begin again."),
         ):
             yield CounterMetricFamily(f"dsv41_{name}", text, value)

@@ -69,7 +69,7 @@ class BlockStore:
         if file.exists() and not file.is_file():
             raise UserError(f"prefix_cache: found a folder or device at {str(file)!r}, allowed is a file")
         if quota < 64 * _PAGE:
-            raise UserError(f"quota: found {quota}, allowed is {64 * _PAGE} bytes or more")
+            raise UserError(f"prefix_cache: found a quota of {quota} bytes, allowed is {64 * _PAGE} or more")
         self._open()
         self.sweep()
 

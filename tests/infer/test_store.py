@@ -186,7 +186,7 @@ def test_quota_and_retention(tmp_path):
     assert greedy.counts["retention_violations"] > 10 and greedy.counts["dropped"] == 0 and greedy.size() <= quota
     greedy.close()
     assert os.path.getsize(tmp_path / "b.db") <= quota
-    with pytest.raises(UserError, match="quota: found 5"):
+    with pytest.raises(UserError, match="found a quota of 5 bytes, allowed is 262144 or more"):
         BlockStore(tmp_path / "b.db", quota=5)
 
 
