@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import lax
 
+from bench import program
 from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError, nearest
 from dsv41.files import write_text
@@ -432,7 +432,4 @@ def _take(file: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    program.run(main, Options)

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import lax
 
+from bench import program
 from dsv41.config import ModelConfig, preset, replace
 from dsv41.errors import UserError
 from dsv41.files import write_text
@@ -201,14 +201,14 @@ class Needles:
         whole = [size for size in (_SHORTEST << n for n in range(20)) if size <= options.length]
         # A document more of the next size every sixth of the way, and all sizes in the second half.
         growing = lambda done: whole[: 1 + int(6 * done)]  # noqa: E731
-        for name, program, first, steps, length, sizes in (
+        for name, compiled, first, steps, length, sizes in (
             ("short", self._short, 0, options.steps, options.length, growing),
             ("long", self._extended, options.steps, options.long_steps, self.long, lambda _: [options.length, self.long]),
         ):
             losses = []
             for start, batches in self._calls(steps, length, sizes):
                 given = batches, rates[first + start : first + start + options.chunk].astype(np.float32)
-                states, ce = jax.block_until_ready(program.result()(states, *given))
+                states, ce = jax.block_until_ready(compiled.result()(states, *given))
                 losses.append(np.asarray(ce[-1]))
                 means = ", ".join(f"{loss:.3f}" for loss in losses[-1])
                 print(f"{name}: step {start + options.chunk}, loss {means}, {time.monotonic() - began:.0f} s", flush=True)
@@ -258,7 +258,4 @@ def run(needles: Needles, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    program.run(main, Options)

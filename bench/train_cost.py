@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax.profiler import ProfileData
 
+from bench import program
 from dsv41.config import ModelConfig, preset, replace
 from dsv41.errors import UserError, nearest
 from dsv41.files import write_text
@@ -213,7 +213,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    program.run(main, Options)

@@ -330,7 +330,7 @@ def _mistake(box: str) -> str:
     return text
 
 
-def _spelled(message: str, kind: type) -> str:
+def spelled(message: str, kind: type) -> str:
     """``message`` with the command's fields spelled as its options: the library's ``top_p`` is ``--top-p`` here."""
     names = {f.name for f in dataclasses.fields(kind)} - _POSITIONAL
     first = re.match(r"(\w+): ", message)
@@ -360,7 +360,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _fail(str(error) if args is None else _spelled(str(error), type(args)))
+        return _fail(str(error) if args is None else spelled(str(error), type(args)))
     except BrokenPipeError:
         # The reader (head, a pager) has seen enough; what is left to flush has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ from dsv41.config import ModelConfig
 from dsv41.numerics import linear, rms_norm
 from dsv41.params import CompressorParams
 from dsv41.rope import layer_frequencies, rotate
+from dsv41.sharding import size
 
 
 def project(x: Float[Array, "B T D"], params: CompressorParams) -> tuple[Float[Array, "B T K"], Float[Array, "B T K"] | None]:
@@ -43,7 +44,7 @@ def group_positions(positions: Int[Array, "B T"], ratio: int) -> Int[Array, "B S
 
 def _grouped(a: Array, ratio: int) -> Array:
     """Tokens of whole groups; the rest of a part's last group may be in the next part."""
-    return a[:, : a.shape[1] // ratio * ratio] if context.parts() == 1 else a
+    return a[:, : a.shape[1] // ratio * ratio] if size("context") == 1 else a
 
 
 def main_kv(

@@ -14,42 +14,33 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from dsv41.sharding import index, size
+
 AXIS = "context"
-
-
-def parts() -> int:
-    """Devices along the axis, 1 without a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[AXIS] if AXIS in mesh.manual_axes else 1
-
-
-def total(x: Any) -> Any:
-    """The sum over the parts of a row, of each array of a tree."""
-    return lax.psum(x, AXIS) if parts() > 1 else x
 
 
 def whole(a: Shaped[Array, "B t *s"]) -> Shaped[Array, "B T *s"]:
     """A row's parts put together: for ids and the like, of a few bytes a token."""
-    return lax.all_gather(a, AXIS, axis=1, tiled=True) if parts() > 1 else a
+    return lax.all_gather(a, AXIS, axis=1, tiled=True) if size(AXIS) > 1 else a
 
 
 def part(tree: Any) -> Any:
     """This device's part of each array ``[B, T, ...]`` of whole rows."""
-    if parts() == 1:
+    if size(AXIS) == 1:
         return tree
-    cut = lambda a: lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS) * (a.shape[1] // parts()), a.shape[1] // parts(), 1)  # noqa: E731
+    cut = lambda a: lax.dynamic_slice_in_dim(a, index(AXIS) * (a.shape[1] // size(AXIS)), a.shape[1] // size(AXIS), 1)  # noqa: E731
     return jax.tree.map(cut, tree)
 
 
 def before(a: Shaped[Array, "B T"], count: int) -> Shaped[Array, "B n"]:
     """Of whole rows what `ahead` gives of parts."""
     padded = jnp.pad(a, ((0, 0), (count, 0)))
-    return lax.dynamic_slice_in_dim(padded, lax.axis_index(AXIS) * (a.shape[1] // parts()), count, 1)
+    return lax.dynamic_slice_in_dim(padded, index(AXIS) * (a.shape[1] // size(AXIS)), count, 1)
 
 
 def ahead(a: Shaped[Array, "B t *s"], count: int, ring: bool = False) -> Shaped[Array, "B n *s"]:
     """The ``count`` rows ahead of this device's part: zeros ahead of the row's first, or with ``ring`` the row's last."""
-    shards, time = parts(), a.shape[1]
+    shards, time = size(AXIS), a.shape[1]
     hops = -(-count // time)
     found = []
     for hop in range(hops if ring else min(hops, shards - 1), 0, -1):
@@ -60,14 +51,14 @@ def ahead(a: Shaped[Array, "B t *s"], count: int, ring: bool = False) -> Shaped[
     return jnp.concatenate([jnp.zeros((a.shape[0], missing, *a.shape[2:]), a.dtype), *found], axis=1)
 
 
-def turned(a: Shaped[Array, "B t *s"], index: Int[Array, "B T"], most: int) -> Shaped[Array, "B t *s"]:
-    """``a[b, index[b, i]]`` of whole rows, where ``index`` turns a row by no more than ``most`` tokens towards its end."""
+def turned(a: Shaped[Array, "B t *s"], turn: Int[Array, "B T"], most: int) -> Shaped[Array, "B t *s"]:
+    """``a[b, turn[b, i]]`` of whole rows, where ``turn`` moves a row by no more than ``most`` tokens towards its end."""
     spread = lambda i: i.reshape(*i.shape, *(1,) * (a.ndim - 2))  # noqa: E731
-    if parts() == 1:
-        return jnp.take_along_axis(a, spread(index), axis=1)
-    most = min(most, index.shape[1] - 1)
+    if size(AXIS) == 1:
+        return jnp.take_along_axis(a, spread(turn), axis=1)
+    most = min(most, turn.shape[1] - 1)
     near = jnp.concatenate([ahead(a, most, ring=True), a], axis=1)
-    at = (part(index) - lax.axis_index(AXIS) * a.shape[1] + most) % index.shape[1]
+    at = (part(turn) - index(AXIS) * a.shape[1] + most) % turn.shape[1]
     return jnp.take_along_axis(near, spread(at), axis=1)
 
 
@@ -81,18 +72,18 @@ def groups(a: Shaped[Array, "B t *s"], ratio: int) -> Shaped[Array, "B g r *s"]:
     if time % ratio:
         more = jnp.zeros((a.shape[0], ratio - 1, *a.shape[2:]), a.dtype)
         a = jnp.concatenate([ahead(a, ratio - 1), a, more], axis=1)
-        start = lax.axis_index(AXIS) * time
+        start = index(AXIS) * time
         a = lax.dynamic_slice_in_dim(a, start // ratio * ratio - start + ratio - 1, count * ratio, 1)
     return a.reshape(a.shape[0], count, ratio, *a.shape[2:])
 
 
 def entries(a: Shaped[Array, "B g *s"], time: int, ratio: int) -> Shaped[Array, "B S *s"]:
     """All entries of a row, ``S = T // ratio``, of what each device made of its `groups`. time: tokens of one part."""
-    if parts() == 1:
+    if size(AXIS) == 1:
         return a
     found = whole(a)
     if time % ratio == 0:
         return found
-    group = np.arange(parts() * time // ratio)
+    group = np.arange(size(AXIS) * time // ratio)
     owner = (group * ratio + ratio - 1) // time
     return found[:, owner * a.shape[1] + group - owner * time // ratio]

@@ -166,7 +166,7 @@ def _row_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: Mod
     ids, segments, image = (context.whole(a) for a in (ids, segments, image))
     ids, segments, image, back = _align(ids, segments, image, config.document_alignment)
     tokens = make_tokens(ids, segments, image, token_map, config)
-    if context.parts() > 1:
+    if size("context") > 1:
         ahead = tuple(context.before(a, config.sliding_window) for a in (tokens.layout.positions, tokens.layout.segments))
         tokens = context.part(tokens)
         tokens = replace(tokens, layout=replace(tokens.layout, before=ahead))

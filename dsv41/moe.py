@@ -8,7 +8,6 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from dsv41 import context
 from dsv41.config import ModelConfig
 from dsv41.exchange import exchange
 from dsv41.numerics import Taps, linear, record, swiglu
@@ -196,9 +195,9 @@ def sequence_balance(scores: Float32[Array, "B T E"], ids: Int[Array, "B T k"], 
     On a mesh this device's share of it: P is linear in the tokens, and f and the count are the whole row's.
     """
     experts, k = scores.shape[-1], ids.shape[-1]
-    count = context.total(jnp.sum(live.astype(jnp.float32), axis=1))
+    count = total(jnp.sum(live.astype(jnp.float32), axis=1), "context")
     hits = (ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None, None]) & live[:, :, None, None]
-    f = context.total(jnp.sum(hits.astype(jnp.float32), axis=(1, 2))) * experts / (k * jnp.maximum(count, 1.0))[:, None]
+    f = total(jnp.sum(hits.astype(jnp.float32), axis=(1, 2)), "context") * experts / (k * jnp.maximum(count, 1.0))[:, None]
     share = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
     p = jnp.sum(jnp.where(live[..., None], share, 0.0), axis=1) / jnp.maximum(count, 1.0)[:, None]
     rows = total(jnp.sum((count > 0).astype(jnp.float32)), ROWS)

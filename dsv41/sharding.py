@@ -28,6 +28,7 @@ TOKENS = (*ROWS, "context")
 # Over which weights are cut beside the axes that compute in parts, and put together before use.
 STORED = ("fsdp", "expert")
 GATHERED = "gathered"
+MOST = 2**20  # devices
 # The release's FP8 tiles and FP4 groups: weights stored in them are cut between them, so that a part can be quantised alone.
 _TILE = 32
 
@@ -55,9 +56,11 @@ def parse_mesh(text: str) -> Sizes:
         if name not in AXES:
             raise UserError(f"mesh: found axis {name!r}, allowed are {', '.join(AXES)}{nearest(name, AXES)}")
         if not (equals and value.isascii() and value.isdecimal() and int(value)) or name in seen:
-            raise UserError(f"mesh: found {part.strip()!r}, allowed is each axis once, as data=2,expert=4")
+            raise UserError(f"mesh: found {part.strip()!r}, allowed is each axis once, as 'data=2,expert=4'")
         seen.add(name)
         sizes[name] = int(value)
+    if math.prod(sizes.values()) > MOST:
+        raise UserError(f"mesh: found {text!r}, allowed are meshes of at most {MOST:,} devices")
     return sizes
 
 
@@ -84,7 +87,10 @@ def make_mesh(sizes: Sizes) -> Mesh:
     """The mesh over this run's devices, in their order; raises `UserError` where there are too few, or other processes' idle."""
     wanted, found = math.prod(sizes.values()), jax.device_count()
     if wanted > found or (jax.process_count() > 1 and wanted != found):
-        raise UserError(f"mesh: found {spell(sizes)} for {wanted} devices, allowed is a product of the {found} here")
+        allowed = f"allowed {'are all' if jax.process_count() > 1 else 'are at most'} the {found} here"
+        flag = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        more = f"; on a CPU, {flag} makes it 8" if jax.default_backend() == "cpu" else ""
+        raise UserError(f"mesh: found {spell(sizes)!r} for {wanted} devices, {allowed}{more}")
     devices = np.array(jax.devices()[:wanted]).reshape([sizes[name] for name in AXES])
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -112,13 +112,13 @@ def test_messages_name_options_as_they_are_typed(kind):
     """Of every command, whichever field of it the library names."""
     options = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(kind) if f.name not in cli._POSITIONAL}
     for name, option in options.items():
-        assert cli._spelled(f"{name}: found 1", kind) == f"{option}: found 1"
-        assert cli._spelled(f"x: set {name}=1, not 'a {name}=2'", kind) == f"x: set {option} 1, not 'a {name}=2'"
+        assert cli.spelled(f"{name}: found 1", kind) == f"{option}: found 1"
+        assert cli.spelled(f"x: set {name}=1, not 'a {name}=2'", kind) == f"x: set {option} 1, not 'a {name}=2'"
     for name, option in options.items():
         if "_" in name:
             said = f"x: found '{name}' without {name}, --{name} or {name}; /x/{name}/y, {name}.json, a_{name}_b"
             want = f"x: found '{name}' without {option}, {option} or {option}; /x/{name}/y, {name}.json, a_{name}_b"
-            assert cli._spelled(said, kind) == want
+            assert cli.spelled(said, kind) == want
 
 
 def test_version(capsys):

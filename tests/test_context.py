@@ -14,6 +14,7 @@ from dsv41 import context
 from dsv41.model import features
 from dsv41.params import init_params
 from dsv41.plan import layer_plans
+from dsv41.sharding import total
 from tests.models import PLAIN, VOCAB, equations, tiny_config, tiny_params
 from train.losses import chunked_sums
 
@@ -37,7 +38,7 @@ def share(config, policy, params, batch):
     """This device's share of a loss in which every part of the objective weighs as much as the others, and what goes into it."""
     out = forward(config, policy, params, batch)
     sums = chunked_sums(out.hidden, params.head, *batch[4:])
-    count = jnp.maximum(context.total(sums.weight), 1.0)
+    count = jnp.maximum(total(sums.weight, "context"), 1.0)
     z = sums.squared_log_z / count
     loss = sums.nats / count + 0.1 * z + jnp.sum(out.balance) + jnp.sum(out.index_kl)
     return loss, (sums.nats, out.balance, out.index_kl, out.load)
@@ -47,7 +48,7 @@ def pulled(config, policy, params, batch):
     """Loss, its parts, and gradients of the float weights, summed over devices."""
     (loss, parts), grads = jax.value_and_grad(partial(share, config, policy), has_aux=True, allow_int=True)(params, batch)
     grads = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)]
-    return context.total((loss, parts, grads))
+    return total((loss, parts, grads), "context")
 
 
 @cache

@@ -291,6 +291,6 @@ def test_a_step_is_lowered_without_devices(capsys):
     ragged = next(row for row in found["collectives"] if row["name"] == "ragged_all_to_all")
     assert ragged["axes"] == "expert" and ragged["times"] % config.num_hidden_layers == 0
     assert cli.run(["compile", "--preset", "toy", "--mesh", "context=3"]) == 2
-    assert "--length: found 4096, allowed is a multiple of the mesh's context=3; nearest is 4095" in capsys.readouterr().err
+    assert "--length: found 4096, allowed is a multiple of the mesh's 'context=3'; nearest is 4095" in capsys.readouterr().err
     assert cli.run(["compile", "--preset", "toy", "--mesh", "expert=2", "--length", "63"]) == 2
     assert "--length: found 63" in capsys.readouterr().err

@@ -1,10 +1,11 @@
 """The cost of a step: where an operation of a compiled step counts, and a row of a small model's."""
 
 import json
+import sys
 
 import pytest
 
-from bench import train_cost
+from bench import program, train_cost
 from bench.train_cost import Options, place
 from dsv41.config import PRESETS
 from dsv41.errors import UserError
@@ -42,3 +43,12 @@ def test_a_row_has_every_scope_and_what_is_computed_again(monkeypatch, tmp_path,
 def test_an_unknown_policy_is_refused():
     with pytest.raises(UserError, match="remats: found 'blok', allowed are none, attention, block; did you mean 'block'"):
         train_cost.main(Options(remats=("blok",)))
+
+
+def test_bad_options_of_a_program_end_with_one_line_and_two(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_cost", "--remats", "blok"])
+    with pytest.raises(SystemExit) as found:
+        program.run(train_cost.main, Options)
+    assert found.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --remats: found 'blok'") and "did you mean 'block'" in said and said.count("\n") == 1

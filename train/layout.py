@@ -35,10 +35,10 @@ def check_tokens(sizes: Sizes, length: int, replay: str = "off") -> None:
     """Raises `UserError` where a row's tokens cannot be cut over ``context``."""
     parts = sizes["context"]
     if parts > 1 and replay == "gather":
-        raise UserError(f"mesh: found context={parts}, allowed where decoder replay gathers is context=1; nearest is context=1")
+        raise UserError(f"mesh: found 'context={parts}', allowed where decoder replay gathers is 'context=1'")
     if length % parts:
         near = max(parts, round(length / parts) * parts)
-        raise UserError(f"length: found {length}, allowed is a multiple of the mesh's context={parts}; nearest is {near}")
+        raise UserError(f"length: found {length}, allowed is a multiple of the mesh's 'context={parts}'; nearest is {near}")
 
 
 def state_leaves(init: Callable[..., Any], config: ModelConfig, specs: Any = None) -> Any:

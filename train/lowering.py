@@ -98,10 +98,12 @@ def report(config: ModelConfig, mesh: str, rows: int, length: int, platform: str
     """What `dsv41 compile` prints; raises `UserError` for a mesh or a batch that the model cannot have."""
     sizes = parse_mesh(mesh)
     check_mesh(config, sizes)
-    if rows < 1:
-        raise UserError(f"rows: found {rows}, allowed is 1 or more; nearest is 1")
     check_length(length, config.document_alignment)
     check_tokens(sizes, length)
+    most = np.iinfo(np.int32).max // (row_parts(sizes) * length)  # tokens are counted in int32
+    if not 1 <= rows <= most:
+        allowed = f"1 to {most}" if most else "none"
+        raise UserError(f"rows: found {rows}, allowed with rows of {length} tokens on this mesh is {allowed}")
     found = lower_train(config, sizes, rows, length, platform)
     if as_json:
         return json.dumps(found, indent=1)

@@ -111,7 +111,7 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
     )
     if unit:
         raise UserError(
-            f"mesh: found model={sizes['model']}, which cuts {unit.key} through its {unit.stored} tiles; nearest is model=1"
+            f"mesh: found 'model={sizes['model']}', which cuts {unit.key} through its {unit.stored} tiles, allowed is 'model=1'"
         )
 
 

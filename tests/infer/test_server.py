@@ -104,8 +104,9 @@ class Scripted(Engine):
             if done:
                 self.jobs.pop(id, None)
             error = "no luck" if done and self.finish == "error" else None
-            on_event(Event(id, text, tuple(range(3, 3 + len(text))), (-0.5,) * len(text), ((),) * len(text),
-                           self.finish if done else None, usage, error))  # fmt: skip
+            ids = tuple(range(3, 3 + len(text)))
+            reason = self.finish if done else None
+            on_event(Event(id, text, ids, (-0.5,) * len(text), ((),) * len(text), reason, usage, error))
         return True
 
 

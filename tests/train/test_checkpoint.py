@@ -365,13 +365,13 @@ for line in sys.stdin:
         while True:
             step += 1
             checkpoints.save(step, content(step), {"step": step})
-            print(step, flush=True)
+            os.write(1, f"{step}\\n".encode())  # whole or not at all, also where Python is unbuffered
     while not Checkpoints(sys.argv[1]).steps():
         time.sleep(0.01)
     time.sleep(float(line))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    print("killed", flush=True)
+    os.write(1, b"killed\\n")
 """
 CONTENT = """
 from typing import Any
