@@ -138,15 +138,17 @@ def _generate(args: Generate) -> int:
     from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
+    from infer.schedule import drafting_of
 
-    model, policy = load_model(args.checkpoint), PACKED if args.packed else Policy()
+    model, policy = load_model(args.checkpoint, args.draft != "off"), PACKED if args.packed else Policy()
+    drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache
         from infer.store import BlockStore
 
         prefix = PrefixCache(model, policy, args.decoder_replay, store=BlockStore(args.prefix_cache))
-    generator = Generator(model, policy, args.decoder_replay, prefix)
+    generator = Generator(model, policy, args.decoder_replay, prefix, drafting)
     prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
     stream = len(texts) == 1 and not args.json
 

@@ -209,6 +209,13 @@ class Generate:
     approximation; or enough of them for the result of all."""
     prefix_cache: Path | None = None
     """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
+    draft: Literal["off", "fixed", "threshold", "scheduled"] = "off"
+    """Verify drafts of the next tokens, which changes the speed alone: fixed verifies as many each time, threshold those that the
+    drafter trusts, scheduled those that pay by the measured cost of a step."""
+    draft_length: int | None = None
+    """Drafts of fixed; all of a block where not given."""
+    draft_threshold: float = 0.5
+    """The least probability of threshold."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
+from dsv41.hf.draft import CARRIED, from_carried, has_draft
 from dsv41.params import abstract_params, text_specs
 from dsv41.tokenmap import token_map
 from infer.sampling import check_text
@@ -20,7 +21,10 @@ from train.tokenizer import foreign_tokenizer, tokenizer_from_json
 
 @dataclass(frozen=True)
 class Model:
-    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known."""
+    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known.
+
+    draft: the drafter's `dsv41.params.DraftParams`, where it was asked for.
+    """
 
     params: Any
     config: ModelConfig
@@ -28,6 +32,7 @@ class Model:
     token_map: np.ndarray
     step: int
     fingerprint: bytes = b""
+    draft: Any = None
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
@@ -49,8 +54,9 @@ def model_digest(model: Model) -> bytes:
     return found.digest()
 
 
-def load_model(run: Path) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none."""
+def load_model(run: Path, draft: bool = False) -> Model:
+    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none, or with ``draft`` no
+    drafter in it."""
     checkpoint_folder = run / "checkpoints"
     latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
     if latest is None:
@@ -71,7 +77,18 @@ def load_model(run: Path) -> Model:
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
-    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest, fingerprint)
+    drafter = _drafter(run, latest, config) if draft else None
+    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest, fingerprint, drafter)
+
+
+def _drafter(run: Path, step: int, config: ModelConfig) -> Any:
+    checkpoints = Checkpoints(run / "checkpoints", 1)
+    if not has_draft(checkpoints.described(step).get(CARRIED, {})):
+        raise UserError(
+            f"draft: found no drafter in {str(run)!r}, allowed is a folder with one: of dsv41 train --recipe dspark, or of"
+            " dsv41 convert from weights with draft stages; nearest is 'off'"
+        )
+    return from_carried(config, checkpoints.restore_extra(step, CARRIED))
 
 
 def _restore(folder: Path, step: int, config: ModelConfig) -> Any:
