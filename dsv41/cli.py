@@ -52,10 +52,14 @@ def _plan(args: Plan) -> int:
 def _train(args: Train) -> int:
     _use_compilation_cache()
     from train.loop import TrainOptions, finished, train
-    from train.recipes import recipe
+    from train.recipes import DRAFTER, recipe
 
+    if args.recipe == DRAFTER:
+        return _train_drafter(args)
     suggested = recipe(args.recipe).suggests
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    if args.source is not None:
+        raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe!r}, allowed with {DRAFTER}")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainOptions)}
     options = TrainOptions(**{**suggested, **{name: value for name, value in given.items() if value is not None}})
     if done := finished(options):
         step, score = done
@@ -72,6 +76,29 @@ def _train(args: Train) -> int:
         )
     if args.evaluate:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
+    print(f"run: {args.out}")
+    return 0
+
+
+def _train_drafter(args: Train) -> int:
+    from train.drafter_run import DrafterOptions, train_drafter
+
+    if args.source is None:
+        raise UserError("--from: found none, allowed with recipe dspark is the folder of a run")
+    known = {f.name for f in dataclasses.fields(DrafterOptions)}
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name not in (*known, "recipe", "evaluate") and value != f.default:
+            raise UserError(f"{f.name}: found {str(value)!r}, allowed with recipe {args.recipe} is {str(f.default)!r}")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name in known}
+    result = train_drafter(DrafterOptions(**{name: value for name, value in given.items() if value is not None}))
+    if result.resumed_from:
+        print(f"resumed from step {result.resumed_from}")
+    found, slots = result.heldout, len(result.temperatures)
+    print("accepted by slot: " + " ".join(f"{found[f'accept.{k + 1}']:.3f}" for k in range(slots)) + " (drawn at temperature 1)")
+    print("accepted by slot: " + " ".join(f"{found[f'greedy.{k + 1}']:.3f}" for k in range(slots)) + " (greedy)")
+    print(f"expected tokens of a round: {found['accepted']:.3f} drawn, {found['greedy_accepted']:.3f} greedy, of {slots + 1}")
+    print(f"calibration error: {found['error']:.4f}, {found['calibrated_error']:.4f} with a temperature for each slot")
     print(f"run: {args.out}")
     return 0
 
@@ -138,10 +165,14 @@ def _generate(args: Generate) -> int:
     from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
-    from infer.schedule import drafting_of
+    from infer.schedule import NO_DRAFTS, drafting_of
 
-    model, policy = load_model(args.checkpoint, args.draft != "off"), PACKED if args.packed else Policy()
-    drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
+    policy, drafting = PACKED if args.packed else Policy(), NO_DRAFTS
+    if args.draft == "off":
+        model = load_model(args.checkpoint)
+    else:
+        model = load_model(args.checkpoint, draft=True)
+        drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache

@@ -75,7 +75,10 @@ class Train:
     out: Path = Path("runs/train")
     """The run's folder: config, tokenizer, metrics, checkpoints, loss curve."""
     recipe: str = "toy"
-    """What is on when: toy (all of the release's inference), small (one GPU), long (rows become 16 times as long), qat."""
+    """What is on when: toy (all of the release's inference), small (one GPU), long (rows become 16 times as long), qat; or
+    dspark, which trains a drafter for the model of the run --from and leaves the model as it is."""
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Of dspark, the folder of the run to draft for."""
     preset: str | None = None
     """A named configuration; the recipe's or toy where not given."""
     config: Path | None = None

@@ -187,7 +187,7 @@ class Generator:
         rounds = Rounds(
             self.drafting, config, lambda name, *args, **more: self._call(speed, name, key, self._weights, *args, **more)
         )
-        run = rounds.step if self.drafting.mode != "off" else partial(self._decode, speed, key)
+        run: Any = rounds.step if self.drafting.mode != "off" else partial(self._decode, speed, key)
         while True:
             self._account(requests, *made, on_text)
             left[: len(requests)] = [0 if r.finish else r.sampling.max_new_tokens - len(r.ids) for r in requests]

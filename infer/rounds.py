@@ -29,11 +29,13 @@ def widths(config: ModelConfig) -> tuple[int, ...]:
 def programs(config: ModelConfig, policy: Policy, fold: jax.Array) -> dict[str, Callable]:
     """By name, each of ``(weights, cache, token, ...)`` with weights of the model and the drafter."""
 
-    def verify(width: int, weights: Any, cache: Cache, token: jax.Array, *args: Any) -> Any:
-        return verify_and_look_ahead(*weights, config, policy, fold, cache, token, *args, width=width)
+    def verify(width: int, weights: Any, *args: Any) -> Any:
+        params, drafter = weights
+        return verify_and_look_ahead(params, drafter, config, policy, fold, *args, width=width)
 
     def ahead(weights: Any, *args: Any) -> Ahead:
-        return look_ahead(*weights, config, policy, *args)
+        params, drafter = weights
+        return look_ahead(params, drafter, config, policy, *args)
 
     return {"draft": ahead, **{f"verify {width}": partial(verify, width) for width in widths(config)}}
 
@@ -43,7 +45,7 @@ class Rounds:
 
     def __init__(self, drafting: Drafting, config: ModelConfig, call: Call):
         self._drafting, self._widths, self._call = drafting, widths(config), call
-        self._ahead: Ahead | None = None
+        self._ahead: Any = None
         self._seconds: dict[int, float] = {}
         self.drafted = self.accepted = self.count = 0
 
@@ -59,9 +61,10 @@ class Rounds:
             self._ahead = self._call("draft", cache, tokens, jnp.asarray(live), rows)
         if self._drafting.mode == "scheduled" and not self._seconds:
             self._measure(cache, tokens, ends, rows)
-        # Room for a draft that would end past the last wanted token is room wasted.
-        lengths = np.minimum(self._lengths(np.asarray(self._ahead.confidence), live), np.maximum(left - 1, 0)).astype(np.int32)
-        width = next(w for w in self._widths if w > int(lengths.max()))
+        wanted = self._lengths(np.asarray(self._ahead.confidence), live)
+        width = next(w for w in self._widths if w > int(wanted.max()))
+        # A draft behind the last wanted token would be for nothing.
+        lengths = np.minimum(wanted, np.maximum(left - 1, 0)).astype(np.int32)
         args = tokens, self._ahead, jnp.asarray(lengths), jnp.asarray(left), ends, rows
         done, cache, self._ahead = self._call(f"verify {width}", cache, *args)
         self.drafted, self.accepted = self.drafted + int(lengths.sum()), self.accepted + int(np.asarray(done.accepted).sum())

@@ -51,8 +51,6 @@ NO_DRAFTS = Drafting()
 
 def drafting_of(run: Path, config: ModelConfig, mode: Mode, length: int | None, threshold: float) -> Drafting:
     """`Drafting` with the temperatures that a run's folder keeps; `UserError` for what its drafter cannot do."""
-    if mode == "off":
-        return NO_DRAFTS
     found = Drafting(mode, length, threshold, read_calibration(run, config.dspark_block_size))
     found.check(config)
     return found

@@ -9,13 +9,16 @@ import pytest
 
 from dsv41.cache import init_cache
 from dsv41.dspark import context_rows, draft
-from dsv41.model import extend, forward
+from dsv41.model import extend, features
 from dsv41.plan import draft_plans, layer_plans
 from tests.models import PLAIN, close, drafting_config, tiny_draft, tiny_params
+from train.data import to_batch
+from train.drafter import Blocks, blocks, draft_loss
+from train.packing import Packed
 
 CONFIG = drafting_config()
 FOLD = jnp.arange(CONFIG.vocab_size, dtype=jnp.int32)
-IDS = np.random.default_rng(3).integers(3, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+LONG = np.random.default_rng(3).integers(3, CONFIG.vocab_size, (2, 24)).astype(np.int32)
 LIVE = jnp.ones((2,), bool)
 
 
@@ -30,23 +33,75 @@ def prefilled():
 
     cache = init_cache(CONFIG, PLAIN, 2, 32, drafts=True)
     for cut in (slice(0, 8), slice(8, 16)):
-        cache = run(cache, jnp.asarray(IDS[:, cut]))
+        cache = run(cache, jnp.asarray(LONG[:, cut]))
     return cache
 
 
-@pytest.mark.pitfall("I6")
-def test_rings_hold_rows_of_the_means_that_enter_the_tapped_layers(prefilled):
-    """Means of the streams after Engram and before any collapse, of inputs and not of outputs."""
-    taps: dict = {}
+@pytest.mark.pitfall("I6", "I11")
+def test_training_sees_what_inference_sees(prefilled):
+    """Rings hold rows of the means that enter the tapped layers, after Engram and before any collapse, of inputs not of outputs.
+
+    A block at token 16 of a row, and of a document that begins later in its row, is what is drafted behind 16 tokens in a cache,
+    where the Markov head is told the same tokens. Nothing of its loss reaches the backbone.
+    """
     params, drafter = tiny_params(CONFIG), tiny_draft(CONFIG)
-    out = jax.jit(lambda ids: (forward(params, CONFIG, PLAIN, ids, None, FOLD, taps := {}).draft_input, taps))
-    inputs, taps = out(jnp.asarray(IDS))
+    ids, segments = np.zeros((2, 28), np.int32), np.zeros((2, 28), np.int32)
+    ids[0, :24], segments[0, :24] = LONG[0], 1
+    ids[1, :4], segments[1, :4] = LONG[0, 3:7], 1
+    ids[1, 4:], segments[1, 4:] = LONG[1], 2
+    batch = jax.tree.map(jnp.asarray, to_batch(Packed(ids, segments)))
+    anchors, live = jnp.asarray([[16, 1], [20, 27]], jnp.int32), jnp.asarray([[True, True], [True, False]])
+
+    def run(params, drafter):
+        taps: dict = {}
+        out = features(params, CONFIG, PLAIN, jnp.asarray(ids), jnp.asarray(segments), FOLD, taps)
+        found = blocks(drafter, params, CONFIG, PLAIN, batch, out, anchors, live)
+        return draft_loss(found)[0], (found, out.draft_input, taps)
+
+    both = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True, allow_int=True))
+    (_, (found, inputs, taps)), (backbone, own) = both(params, drafter)
+    moved = [leaf for leaf in jax.tree.leaves(backbone) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert moved and all(not np.asarray(leaf).any() for leaf in moved)
+    assert all(np.asarray(leaf).any() for leaf in (own.main_proj, own.stages[0].attn.wkv, own.markov_embed, own.confidence))
+
     for n, layer in enumerate(CONFIG.dspark_target_layer_ids):
         entering = taps[f"layers.{layer}.engram.streams"] if layer < 3 else taps[f"layers.{layer - 1}.streams"]
         close(inputs[..., n * 32 : (n + 1) * 32], entering.mean(axis=2))
-    rows = jax.jit(lambda means: context_rows(drafter, CONFIG, PLAIN, means, jnp.broadcast_to(jnp.arange(16), (2, 16))))(inputs)
+    rows = jax.jit(lambda means: context_rows(drafter, CONFIG, PLAIN, means, jnp.broadcast_to(jnp.arange(28), (2, 28))))(inputs)
     for ring, row in zip(prefilled.drafts, rows, strict=True):
-        close(ring[:, np.arange(12, 16) % 4], row[:, 12:])
+        close(ring[0, np.arange(12, 16) % 4], row[0, 12:16])
+
+    token, told = jnp.asarray(LONG[:, 16]), jnp.asarray(LONG[:, 17:22])
+    given = jax.jit(lambda cache: draft(drafter, params, CONFIG, PLAIN, cache, token, LIVE, lambda k, _: told[:, k]))(prefilled)
+    for n, block in enumerate((0, 2)):
+        close(given.logits[n], found.logits[block])
+        close(given.confidence[n], found.confidence[block])
+        np.testing.assert_array_equal(found.labels[block], told[n])
+    assert found.counts.sum(axis=1).tolist() == [5, 5, 5, 0]
+
+
+def test_the_loss_is_the_papers():
+    """float64 by hand: slot weights of exp(-k / 5), what comes behind an unsupervised slot does not count."""
+    rng = np.random.default_rng(4)
+    mine, theirs = rng.standard_normal((2, 3, 5, 7))
+    confidence, labels = rng.standard_normal((3, 5)), rng.integers(0, 7, (3, 5))
+    counts = np.asarray([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], np.float64)
+    p, q = (np.exp(a) / np.exp(a).sum(-1, keepdims=True) for a in (mine, theirs))
+    far = np.abs(p - q).sum(-1)
+    chance = 1 / (1 + np.exp(-confidence))
+    truth = 1 - far / 2
+    terms = 0.1 * -np.log(np.take_along_axis(p, labels[..., None], -1)[..., 0]) + 0.9 * far
+    terms -= truth * np.log(chance) + (1 - truth) * np.log(1 - chance)
+    weights = np.exp(-np.arange(5) / 5) * counts
+    f32 = lambda a: jnp.asarray(a, jnp.float32)  # noqa: E731
+    found = Blocks(f32(mine), f32(confidence), f32(theirs), jnp.asarray(labels, jnp.int32), f32(counts), f32(np.zeros((1, 2))))
+    loss, metrics = draft_loss(found)
+    # float32 sums of 15 terms of order 1: 1e-6, headroom 10.
+    assert abs(float(loss) - (weights * terms).sum() / weights.sum()) < 1e-5
+    assert abs(float(metrics["accepted"]) - (1 + np.cumprod(truth[0]).sum())) < 1e-5
+    assert abs(float(metrics["accept.2"]) - truth[:2, 1].mean()) < 1e-5
+    agree = (mine.argmax(-1) == theirs.argmax(-1))[0]
+    assert abs(float(metrics["greedy_accepted"]) - (1 + np.cumprod(agree).sum())) < 1e-5
 
 
 def test_a_block_sees_its_window_and_itself_and_nothing_else(prefilled):

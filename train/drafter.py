@@ -71,7 +71,7 @@ def blocks(
     window, slots = config.sliding_window, config.dspark_block_size
     (rows, time), flat = batch.ids.shape, anchors.size
     positions = make_layout(batch.segments).positions
-    place = anchors[..., None] + jnp.arange(-window, 0, dtype=jnp.int32)
+    place = anchors[..., None] + jnp.arange(-window, 0, dtype=jnp.int32)[None, None]
     index, there = jnp.clip(place, 0, time - 1).reshape(rows, -1), (place >= 0).reshape(rows, -1)
     of = lambda a, at: jnp.take_along_axis(a, at, axis=1)  # noqa: E731
     own = of(batch.segments, anchors)
@@ -80,7 +80,7 @@ def blocks(
     kept = context_rows(drafter, config, policy, out.draft_input, positions)
     context = tuple(Before(gather(index, known, row).reshape(flat, window, -1), keys) for row in kept)
 
-    ahead = anchors[..., None] + jnp.arange(slots, dtype=jnp.int32)
+    ahead = anchors[..., None] + jnp.arange(slots, dtype=jnp.int32)[None, None]
     at = jnp.minimum(ahead, time - 1).reshape(rows, -1)
     here = (ahead < time).reshape(rows, -1) & (of(batch.segments, at) == jnp.repeat(own, slots, axis=1))
     counts = jnp.where(here, of(batch.weights, at), 0.0).reshape(flat, slots)
@@ -125,7 +125,7 @@ def acceptance(found: Blocks) -> tuple[Float32[Array, "N G"], Float32[Array, "N 
 
 
 def measure_blocks(found: Blocks) -> dict[str, Array]:
-    """``accept.K`` and ``greedy.K``: means of `acceptance` of slot K, from 1 on; ``accepted`` and ``greedy_accepted``: the expected
+    """``accept.K`` and ``greedy.K``: means of `acceptance` of slot K, from 1 on; ``accepted`` and ``greedy_accepted``: expected
     tokens of a round, the model's own among them; ``overconfident``: how much the confidence is above acceptance."""
     named: dict[str, Array] = {}
     whole = found.counts[:, -1]

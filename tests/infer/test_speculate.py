@@ -8,49 +8,67 @@ import numpy as np
 import pytest
 
 from dsv41.cache import init_cache
-from dsv41.model import extend
+from dsv41.errors import UserError
+from infer.generate import Generator, Speed
+from infer.model import Model
+from infer.rounds import Rounds
 from infer.sampling import Sampling, distribution, noise, sample, sampling_rows
-from infer.speculate import Ahead, judge, verify
-from tests.models import PLAIN, close, drafting_config, tiny_draft, tiny_params
+from infer.schedule import Drafting
+from infer.speculate import Ahead, Verified, judge
+from tests.models import PLAIN, close, drafting_config, tiny_draft, tiny_model, tiny_params
 
 CONFIG = drafting_config()
 SLOTS = CONFIG.dspark_block_size
-FOLD = jnp.arange(CONFIG.vocab_size, dtype=jnp.int32)
-LENGTHS = (7, 8, 4)
-GREEDY = sampling_rows([Sampling()] * 3)
-NO_END = jnp.full((3, 1), -1, jnp.int32)
+LENGTHS = (7, 8, 4, 5)
+ROWS, ROOM, WIDTH = len(LENGTHS), 64, 16
+GREEDY = sampling_rows([Sampling()] * ROWS)
+NO_END = jnp.full((ROWS, 4), -1, jnp.int32)
 
 
 class Rig:
-    """Three prompts of odd and even lengths in a cache, their plain greedy continuations, and the states along these."""
+    """Prompts of odd and even lengths in a cache, their plain greedy continuations, and the states along these.
+
+    By a generator's own programs: one token of each row in a chunk of prefill is a plain step.
+    """
 
     def __init__(self):
-        params, drafter = tiny_params(CONFIG), tiny_draft(CONFIG)
-        ids = jnp.asarray(np.random.default_rng(0).integers(3, CONFIG.vocab_size, (3, 8)), jnp.int32)
-        run = jax.jit(lambda cache, ids, live: extend(params, CONFIG, PLAIN, cache, ids, live, FOLD, draft=drafter))
-        live = jnp.arange(8, dtype=jnp.int32)[None] < jnp.asarray(LENGTHS, jnp.int32)[:, None]
-        logits, cache = run(init_cache(CONFIG, PLAIN, 3, 32, drafts=True), ids, live)
-        self.tokens, self.states = [np.asarray(jnp.argmax(logits, axis=-1), np.int32)], [cache]
+        fold = np.arange(CONFIG.vocab_size, dtype=np.int32)
+        self.model = Model(tiny_params(CONFIG), CONFIG, tiny_model().tokenizer, fold, 0, draft=tiny_draft(CONFIG))
+        self.generator = Generator(self.model, drafting=Drafting("fixed"))
+        self.ids = np.random.default_rng(0).integers(3, CONFIG.vocab_size, (ROWS, max(LENGTHS))).astype(np.int32)
+        self.tokens, self.states = [], [init_cache(CONFIG, PLAIN, ROWS, ROOM, drafts=True)]
+        self._plain(self.ids, np.asarray(LENGTHS))
+        self.states.pop(0)
         for _ in range(2 * SLOTS + 3):
-            logits, cache = run(cache, jnp.asarray(self.tokens[-1])[:, None], jnp.ones((3, 1), bool))
-            self.tokens.append(np.asarray(jnp.argmax(logits, axis=-1), np.int32))
-            self.states.append(cache)
-        self._step = jax.jit(lambda *args: verify(params, drafter, CONFIG, PLAIN, FOLD, *args, rows=GREEDY, width=SLOTS + 1))
+            self._plain(self.tokens[-1][:, None], np.ones(ROWS, int))
+
+    def _plain(self, ids, count):
+        ids = np.pad(ids, ((0, 0), (0, WIDTH - ids.shape[1])))
+        live = jnp.asarray(np.arange(WIDTH)[None] < count[:, None])
+        last, end = jnp.zeros((ROWS, CONFIG.vocab_size), jnp.float32), jnp.full((ROWS,), ROOM, jnp.int32)
+        cache = jax.tree.map(jnp.copy, self.states[-1])  # it is donated
+        args = (self.generator._weights, cache, jnp.asarray(ids), live, end, last)
+        logits, cache = self.generator._call(Speed(), "prefill", (ROWS, ROOM, WIDTH), *args)
+        self.tokens.append(np.asarray(jnp.argmax(logits, axis=-1), np.int32))
+        self.states.append(cache)
 
     def drafts(self, at, right, filler=None):
         """Of each row behind token ``at`` of its continuation, as many right drafts as said and wrong ones behind them."""
-        drafts = np.stack([[self.tokens[at[n] + 1 + k][n] for k in range(SLOTS)] for n in range(3)])
+        drafts = np.stack([[self.tokens[at[n] + 1 + k][n] for k in range(SLOTS)] for n in range(ROWS)])
         wrong = (drafts + 1) % CONFIG.vocab_size if filler is None else np.full_like(drafts, filler)
         drafts = jnp.asarray(np.where(np.arange(SLOTS) < np.asarray(right)[:, None], drafts, wrong), jnp.int32)
         probs = jax.nn.one_hot(drafts, CONFIG.vocab_size, dtype=jnp.float32)
-        return Ahead(drafts, probs, jnp.zeros((3, SLOTS), jnp.float32))
+        return Ahead(drafts, probs, jnp.zeros((ROWS, SLOTS), jnp.float32))
 
-    def step(self, cache, at, ahead, lengths, left=(99, 99, 99), ends=NO_END):
-        token = jnp.asarray([self.tokens[at[n]][n] for n in range(3)], jnp.int32)
-        return self._step(cache, token, ahead, jnp.asarray(lengths, jnp.int32), jnp.asarray(left, jnp.int32), ends)
+    def step(self, cache, at, ahead, lengths, left=(99,) * ROWS, ends=NO_END):
+        token = jnp.asarray([self.tokens[at[n]][n] for n in range(ROWS)], jnp.int32)
+        args = (token, ahead, jnp.asarray(lengths, jnp.int32), jnp.asarray(left, jnp.int32), ends, GREEDY)
+        held = (self.generator._weights, jax.tree.map(jnp.copy, cache))
+        done, cache, _ = self.generator._call(Speed(), f"verify {SLOTS + 1}", (ROWS, ROOM, 4), *held, *args)
+        return done, cache
 
     def plain(self, at, count):
-        return [[int(self.tokens[at[n] + 1 + k][n]) for k in range(count[n])] for n in range(3)]
+        return [[int(self.tokens[at[n] + 1 + k][n]) for k in range(count[n])] for n in range(ROWS)]
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +102,13 @@ def test_every_forced_acceptance_is_plain_greedy_and_leaves_no_trace(rig):
     another order (`close`).
     """
     for right in range(SLOTS + 1):
-        cache, at = rig.states[0], [0, 0, 0]
+        cache, at = rig.states[0], [0] * ROWS
         for again in (right, SLOTS - right):
-            ahead = rig.drafts(at, [again] * 3)
-            done, after = rig.step(cache, at, ahead, [SLOTS] * 3)
-            assert made(done) == rig.plain(at, [again + 1] * 3)
-            assert done.accepted.tolist() == [again] * 3
-            never, clean = rig.step(cache, at, rig.drafts(at, [again] * 3, filler=7), [again] * 3)
+            ahead = rig.drafts(at, [again] * ROWS)
+            done, after = rig.step(cache, at, ahead, [SLOTS] * ROWS)
+            assert made(done) == rig.plain(at, [again + 1] * ROWS)
+            assert done.accepted.tolist() == [again] * ROWS
+            never, clean = rig.step(cache, at, rig.drafts(at, [again] * ROWS, filler=7), [again] * ROWS)
             assert made(never) == made(done)
             same(after, clean)
             at = [n + again + 1 for n in at]
@@ -100,38 +118,81 @@ def test_every_forced_acceptance_is_plain_greedy_and_leaves_no_trace(rig):
 
 @pytest.mark.pitfall("I5")
 def test_rows_of_a_step_accept_their_own(rig):
-    """Acceptances 0, 2 and 5 in one step are those of three steps in which the others have nothing to do."""
-    at, ahead = [0, 0, 0], rig.drafts([0, 0, 0], [0, 2, 5])
-    done, after = rig.step(rig.states[0], at, ahead, [SLOTS] * 3)
-    assert made(done) == rig.plain(at, [1, 3, 6]) and done.left.tolist() == [98, 96, 93]
-    for n in range(3):
-        left = [99 if n == m else 0 for m in range(3)]
-        alone, state = rig.step(rig.states[0], at, ahead, [SLOTS] * 3, left)
+    """Acceptances 0, 2, 5 and 3 in one step are those of four steps in which the others have nothing to do."""
+    at, ahead = [0] * ROWS, rig.drafts([0] * ROWS, [0, 2, 5, 3])
+    done, after = rig.step(rig.states[0], at, ahead, [SLOTS] * ROWS)
+    assert made(done) == rig.plain(at, [1, 3, 6, 4]) and done.left.tolist() == [98, 96, 93, 95]
+    for n in range(ROWS):
+        left = [99 if n == m else 0 for m in range(ROWS)]
+        alone, state = rig.step(rig.states[0], at, ahead, [SLOTS] * ROWS, left)
         assert made(alone) == [row if n == m else [] for m, row in enumerate(made(done))]
-        for m in range(3):
+        for m in range(ROWS):
             state_of = after if n == m else rig.states[0]
             jax.tree.map(lambda a, b, m=m: np.testing.assert_array_equal(a[m], b[m]), reachable(state), reachable(state_of))
     # What each goes on to from there.
-    at = [1, 3, 6]
-    done, _ = rig.step(after, at, rig.drafts(at, [5, 1, 0]), [SLOTS] * 3)
-    assert made(done) == rig.plain(at, [6, 2, 1])
+    at = [1, 3, 6, 4]
+    done, _ = rig.step(after, at, rig.drafts(at, [5, 1, 0, 2]), [SLOTS] * ROWS)
+    assert made(done) == rig.plain(at, [6, 2, 1, 3])
 
 
 def test_ends_and_limits_inside_the_accepted_drafts(rig):
     """Nothing is committed past an end token or the last wanted one: the state is that of a plain stop there."""
-    at, ahead = [0, 0, 0], rig.drafts([0, 0, 0], [5, 5, 5])
-    ends = jnp.asarray([[rig.tokens[2][0]], [-1], [rig.tokens[4][2]]], jnp.int32)
-    done, after = rig.step(rig.states[0], at, ahead, [SLOTS] * 3, [99, 3, 99], ends)
-    count = [
-        [row[0] for row in rig.tokens].index(rig.tokens[2][0], 1),
-        3,
-        [row[2] for row in rig.tokens].index(rig.tokens[4][2], 1),
-    ]
+    at, ahead = [0] * ROWS, rig.drafts([0] * ROWS, [5] * ROWS)
+    said = [[int(row[n]) for row in rig.tokens] for n in range(ROWS)]
+    ends = NO_END.at[0, 1].set(said[0][2]).at[2, 0].set(said[2][4])
+    done, after = rig.step(rig.states[0], at, ahead, [SLOTS] * ROWS, [99, 3, 99, 1], ends)
+    count = [said[0].index(said[0][2], 1), 3, said[2].index(said[2][4], 1), 1]
     assert made(done) == rig.plain(at, count)
-    assert done.left.tolist() == [0, 0, 0] and done.last.tolist() == [row[-1] for row in made(done)]
+    assert done.left.tolist() == [0] * ROWS and done.last.tolist() == [row[-1] for row in made(done)]
     assert (after.length - rig.states[0].length).tolist() == count
     _, clean = rig.step(rig.states[0], at, rig.drafts(at, [n - 1 for n in count], 7), [n - 1 for n in count])
     same(after, clean)
+
+
+def test_a_batch_generates_what_it_does_without_drafts(rig):
+    """Prompts at once through prefill, drafts and verification: the plain greedy tokens, up to an end where there is one."""
+    prompts = [rig.ids[n, :length].tolist() for n, length in enumerate(LENGTHS)]
+    wanted = [9, 6, 10, 1]
+    compiled = set(rig.generator.programs)
+    found, speed = rig.generator.generate(prompts, [Sampling(max_new_tokens=n) for n in wanted])
+    assert {kind for kind, *_ in set(rig.generator.programs) - compiled} == {"first", "draft"}
+    for n, one in enumerate(found):
+        plain = [int(tokens[n]) for tokens in rig.tokens[: wanted[n]]]
+        end = plain.index(CONFIG.eos_token_id) if CONFIG.eos_token_id in plain else len(plain)
+        assert one.ids == plain[:end] and one.finish == ("length" if end == len(plain) else "stop")
+    assert speed.rounds >= 3 and speed.drafted >= 2 * SLOTS
+    with pytest.raises(UserError, match="without a drafter"):
+        Generator(replace(rig.model, draft=None), drafting=Drafting("fixed"))
+
+
+def test_rounds_run_the_narrowest_step_that_holds_the_drafts():
+    """Trusted drafts decide the width; the curve that the scheduler weighs by is measured once, on copies."""
+    called = []
+
+    def call(name, *args, timed=True):
+        called.append((name, timed))
+        ahead = Ahead(jnp.zeros((2, SLOTS), jnp.int32), jnp.zeros((2, SLOTS, 4)), jnp.asarray(confidence, jnp.float32))
+        if name == "draft":
+            return ahead
+        width = int(name.split()[1])
+        zeros = jnp.zeros((2,), jnp.int32)
+        return Verified(jnp.zeros((2, width), jnp.int32), jnp.zeros((2, width)), zeros, zeros, zeros), args[0], ahead
+
+    def widths(mode, left, count=2, **rule):
+        called.clear()
+        rounds = Rounds(Drafting(mode, **rule), CONFIG, call)
+        for _ in range(count):
+            rounds.step(empty, jnp.zeros((2,), jnp.int32), np.asarray(left, np.int32), NO_END, GREEDY)
+        return [name for name, timed in called if timed and name != "draft"], [name for name, timed in called if not timed]
+
+    empty = init_cache(CONFIG, PLAIN, 2, 2)
+    confidence = [[5, 5, -5, 5, 5], [-5, 5, 5, 5, 5]]
+    assert widths("threshold", [9, 9])[0] == ["verify 4", "verify 4"]
+    assert widths("threshold", [0, 9])[0] == ["verify 2", "verify 2"]
+    assert widths("fixed", [9, 9], length=1)[0] == ["verify 2", "verify 2"]
+    assert widths("fixed", [3, 2])[0] == ["verify 6", "verify 6"]
+    ran, measured = widths("scheduled", [9, 9])
+    assert len(ran) == 2 and measured == ["verify 2"] * 4 + ["verify 4"] * 4 + ["verify 6"] * 4
 
 
 def chain(seed, vocab):
@@ -155,7 +216,7 @@ def drafted(logits_of, first, position, rows, vocab, slots):
 
 
 def test_speculation_keeps_the_law_of_sampling():
-    """Two Markov chains, one drafting for the other: the first three tokens of 10,000 draws, by chi-square against their exact law.
+    """Two Markov chains, one drafting for the other: three tokens of 10,000 draws, by chi-square against their exact law.
 
     Rounds of one and two drafts, so that all of a round's places are among the three. A false alarm once in 10,000 for other
     seeds; these are fixed.
