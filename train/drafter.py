@@ -149,9 +149,14 @@ class DrafterState:
 
 def init_drafter(config: ModelConfig, seed: int, draft: DraftParams | None = None) -> DrafterState:
     """The state before the first step, of a new drafter where none is given."""
-    draft = init_draft(config, jax.random.key(seed)) if draft is None else draft
     rule = make_optimizer(draft_specs(config), lambda _: jnp.float32(0))
-    return DrafterState(draft, rule.init(draft), jnp.zeros((), jnp.int32))
+
+    @jax.jit
+    def init(key: Array, draft: DraftParams | None) -> DrafterState:
+        draft = init_draft(config, key) if draft is None else draft
+        return DrafterState(draft, rule.init(draft), jnp.zeros((), jnp.int32))
+
+    return init(jax.random.key(seed), draft)
 
 
 def make_blocks(config: ModelConfig, policy: Policy, token_map: Any, anchors: int) -> Any:

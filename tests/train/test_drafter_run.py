@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv41 import cli
-from dsv41.config import save_config
+from dsv41.config import preset, save_config
 from dsv41.errors import UserError
 from dsv41.hf.convert import Imported
 from dsv41.hf.folder import open_folder
@@ -20,15 +20,19 @@ from infer.schedule import read_calibration
 from tests.models import tiny_model
 from tests.runs import records, small_data
 from train.checkpoint import Checkpoints
-from train.drafter_run import DrafterOptions, train_drafter
+from train.drafter_run import DrafterOptions, drafting_config, train_drafter
 
+# Two layers without tables and one stage: what a run does is the same, and compiles fast.
 LAYERS = {
-    "num_hidden_layers": 4,
-    "compress_ratios": (0, 2, 1, 1),
-    "kv_source_layer_ids": (1, 2),
-    "index_source_layer_ids": (1, 2, 3),
-    "candidate_source_layer_id": 2,
-    "dspark_target_layer_ids": (1, 3),
+    "num_hidden_layers": 2,
+    "compress_ratios": (0, 1, 0),
+    "kv_source_layer_ids": (1,),
+    "index_source_layer_ids": (1,),
+    "candidate_source_layer_id": 1,
+    "engram_layer_ids": (),
+    "engram_num_embeddings": (),
+    "num_nextn_predict_layers": 1,
+    "dspark_target_layer_ids": (0, 1),
 }
 
 
@@ -58,7 +62,7 @@ def test_a_run_and_its_resume(options, whole, tmp_path, capsys):
     chex.assert_trees_all_equal(model.params, before.params)
     assert [record["step"] for record in whole.records] == [1, 2, 3, 4]
     assert all(np.isfinite(record["loss"]) and record["skipped"] == 0 for record in whole.records)
-    assert model.config.num_nextn_predict_layers == 3 and set(whole.heldout) >= {"accept.1", "greedy.5", "accepted", "error"}
+    assert model.config == before.config and set(whole.heldout) >= {"accept.1", "greedy.5", "accepted", "error"}
     assert 1 <= whole.heldout["accepted"] <= 6 and len(whole.temperatures) == 5
     assert read_calibration(options.out, 5) == pytest.approx(whole.temperatures)
 
@@ -72,6 +76,14 @@ def test_a_run_and_its_resume(options, whole, tmp_path, capsys):
 
     assert cli.run(["convert", str(options.out), str(tmp_path / "back"), "--quantize", "fp32"]) == 0
     chex.assert_trees_all_equal(load_draft(open_folder(tmp_path / "back")), jax.tree.map(np.asarray, model.draft))
+
+
+def test_a_model_without_stages_gets_those_of_the_release():
+    config = drafting_config(preset("toy"))
+    assert config.num_nextn_predict_layers == 3 and config.compress_ratios == (*preset("toy").compress_ratios, 0, 0, 0)
+    assert drafting_config(config) == config
+    with pytest.raises(UserError, match="names no dspark_target_layer_ids"):
+        drafting_config(preset("slice"))
 
 
 def test_what_cannot_be_asked(options, whole, capsys, tmp_path):
