@@ -157,6 +157,18 @@ def distribution(logits: Float[Array, "B n V"], rows: SamplingRows) -> Float[Arr
     return lax.cond(jnp.any(drawn), spread, lambda: greedy).reshape(batch, count, vocab)
 
 
+def pick(probs: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows, purpose: int = 0) -> Int32[Array, " B"]:
+    """A draw of each row from its `distribution`, or the rest of one, for a position; of a greedy row the likeliest."""
+    likeliest = jnp.argmax(probs, axis=-1).astype(jnp.int32)
+    drawn = rows.temperature >= float(_FLOAT32.tiny)
+
+    def draw() -> Array:
+        noisy = jnp.log(probs) + noise(rows, position, probs.shape[-1], purpose)
+        return jnp.where(drawn, jnp.argmax(noisy, axis=-1).astype(jnp.int32), likeliest)
+
+    return lax.cond(jnp.any(drawn), draw, lambda: likeliest)
+
+
 def _kept(scaled: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
     """Which tokens the filters leave."""
     # Every other filter keeps the likeliest tokens too, so min-p may come from the same logits as top-k and top-p.

@@ -18,7 +18,7 @@ from dsv41.dspark import draft, remember
 from dsv41.model import run_chunk, unembed
 from dsv41.numerics import Policy
 from dsv41.params import DraftParams, TextParams
-from infer.sampling import SamplingRows, distribution, noise, uniforms
+from infer.sampling import SamplingRows, distribution, pick, uniforms
 
 _DRAFT, _ACCEPT = 1, 2  # purposes of a position's draws
 _LEAST_MASS = 1e-8  # of p - q: with less of it rounding has eaten what is left
@@ -60,10 +60,7 @@ def look_ahead(
     """Drafts behind each row's ``token``, which stands behind what the cache holds."""
 
     def choose(slot: Any, logits: Float32[Array, "B V"]) -> Int32[Array, " B"]:
-        probs = distribution(logits[:, None], rows)[:, 0]
-        return jnp.argmax(jnp.log(probs) + noise(rows, cache.length + 1 + slot, logits.shape[-1], _DRAFT), axis=-1).astype(
-            jnp.int32
-        )
+        return pick(distribution(logits[:, None], rows)[:, 0], cache.length + 1 + slot, rows, _DRAFT)
 
     found = draft(drafter, params, config, policy, cache, token, live, choose)
     return Ahead(found.tokens, distribution(found.logits, rows), found.confidence)
@@ -80,7 +77,7 @@ def judge(
 
     logits: of the last token and n - 1 drafts behind it. position: of the first draft.
     """
-    count, vocab = logits.shape[1] - 1, logits.shape[-1]
+    count = logits.shape[1] - 1
     drafts, q = ahead.tokens[:, :count], ahead.probs[:, :count]
     p, slots = distribution(logits, rows), jnp.arange(count + 1, dtype=jnp.int32)[None]
     of = lambda probs: jnp.take_along_axis(probs, drafts[..., None], axis=2)[..., 0]  # noqa: E731
@@ -92,7 +89,7 @@ def judge(
     rest = jnp.maximum(own - refused, 0.0)
     rejected = (accepted < lengths) & (jnp.sum(rest, axis=-1) > _LEAST_MASS)
     rest = jnp.where(rejected[:, None], rest, own)
-    last = jnp.argmax(jnp.log(rest) + noise(rows, position + accepted, vocab), axis=-1).astype(jnp.int32)
+    last = pick(rest, position + accepted, rows)
     tokens = jnp.where(slots == accepted[:, None], last[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
     return tokens, accepted
 

@@ -12,7 +12,7 @@ from dsv41.errors import UserError
 from infer.generate import Generator, Speed
 from infer.model import Model
 from infer.rounds import Rounds
-from infer.sampling import Sampling, distribution, noise, sample, sampling_rows
+from infer.sampling import Sampling, distribution, pick, sample, sampling_rows
 from infer.schedule import Drafting
 from infer.speculate import Ahead, Verified, judge
 from tests.models import PLAIN, close, drafting_config, tiny_draft, tiny_model, tiny_params
@@ -205,12 +205,12 @@ def many(rule, count):
     return replace(rows, seed=jnp.arange(count, dtype=jnp.uint32))
 
 
-def drafted(logits_of, first, position, rows, vocab, slots):
+def drafted(logits_of, first, position, rows, slots):
     """Drafts by a chain, as `infer.speculate.look_ahead` draws them."""
     tokens, q, last = [], [], first
     for k in range(slots):
         q.append(distribution(logits_of(k, last)[:, None], rows)[:, 0])
-        last = jnp.argmax(jnp.log(q[-1]) + noise(rows, position + k, vocab, 1), axis=-1).astype(jnp.int32)
+        last = pick(q[-1], position + k, rows, 1)
         tokens.append(last)
     return Ahead(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1), jnp.zeros((len(first), slots), jnp.float32))
 
@@ -228,7 +228,7 @@ def test_speculation_keeps_the_law_of_sampling():
     @jax.jit
     def round(rows, said, have):
         before = jnp.where(have > 0, jnp.take_along_axis(said, jnp.maximum(have - 1, 0)[:, None], axis=1)[:, 0], 0)
-        ahead = drafted(lambda _, last: drafter[last], before, 1 + have, rows, vocab, slots)
+        ahead = drafted(lambda _, last: drafter[last], before, 1 + have, rows, slots)
         inputs = jnp.concatenate([before[:, None], ahead.tokens], axis=1)
         tokens, accepted = judge(target[inputs], ahead, jnp.where(numbers % 3 == 0, 1, slots).astype(jnp.int32), 1 + have, rows)
         for k in range(slots + 1):
@@ -265,6 +265,6 @@ def test_a_drafter_that_is_the_model_is_always_accepted():
     vocab, count = 5, 256
     rows, logits = many({"temperature": 1.0, "top_p": 0.9}, count), chain(3, vocab)[:3]
     one = jnp.ones((count,), jnp.int32)
-    ahead = drafted(lambda k, _: jnp.broadcast_to(logits[k], (count, vocab)), 0 * one, one, rows, vocab, 2)
+    ahead = drafted(lambda k, _: jnp.broadcast_to(logits[k], (count, vocab)), 0 * one, one, rows, 2)
     _, accepted = judge(jnp.broadcast_to(logits[None], (count, 3, vocab)), ahead, 2 * one, one, rows)
     assert set(accepted.tolist()) == {2}
