@@ -9,7 +9,7 @@ runs beside plain decode in turns, so that a machine that does other work too sl
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +57,7 @@ class Options:
 
 
 def _without(draft: DraftParams) -> DraftParams:
-    return draft.replace(markov_embed=jnp.zeros_like(draft.markov_embed), markov_head=jnp.zeros_like(draft.markov_head))  # pyright: ignore
+    return replace(draft, markov_embed=jnp.zeros_like(draft.markov_embed), markov_head=jnp.zeros_like(draft.markov_head))
 
 
 def train_without(model: Model, rows: Any, options: DrafterOptions, steps: int) -> DraftParams:
@@ -67,7 +67,7 @@ def train_without(model: Model, rows: Any, options: DrafterOptions, steps: int) 
     step = make_drafter_step(config, Policy(), model.token_map, options.anchors, options.seed)
     data, rate = TrainData(rows, options.batch_size, options.seed), warmup_hold_cosine(steps, options.lr)
     for n in range(steps):
-        state, _ = step(state.replace(draft=_without(state.draft)), model.params, data.batch(n), np.float32(rate(n)))
+        state, _ = step(replace(state, draft=_without(state.draft)), model.params, data.batch(n), np.float32(rate(n)))
     return _without(state.draft)
 
 

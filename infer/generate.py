@@ -182,18 +182,18 @@ class Generator:
         tokens, logprobs = self._call(speed, "first", (batch,), last, jnp.asarray(length), rows)
         ends = self._ends(samplings, batch)
         left = np.zeros(batch, np.int32)
-        made = np.asarray(tokens)[None], np.asarray(logprobs)[None]
+        new, said = np.asarray(tokens)[None], np.asarray(logprobs)[None]
         key = (batch, room, ends.shape[1])
         rounds = Rounds(
             self.drafting, config, lambda name, *args, **more: self._call(speed, name, key, self._weights, *args, **more)
         )
         run: Any = rounds.step if self.drafting.mode != "off" else partial(self._decode, speed, key)
         while True:
-            self._account(requests, *made, on_text)
+            self._account(requests, new, said, on_text)
             left[: len(requests)] = [0 if r.finish else r.sampling.max_new_tokens - len(r.ids) for r in requests]
             if not left.any():
                 break
-            *made, cache, tokens = run(cache, tokens, left, ends, rows)
+            new, said, cache, tokens = run(cache, tokens, left, ends, rows)
         speed.new_tokens = sum(len(request.ids) for request in requests)
         speed.drafted, speed.accepted, speed.rounds = rounds.drafted, rounds.accepted, rounds.count
         self._keep([[*ids, *r.ids[:-1]] for ids, r in zip(prompts, requests, strict=True)], cache, hits)

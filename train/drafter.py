@@ -1,5 +1,6 @@
 """Training the drafter behind a frozen backbone: anchors, losses, one step, and what it would have accepted (training §4.4)."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -204,6 +205,6 @@ def _balanced(draft: DraftParams, load: Float32[Array, "S E"]) -> DraftParams:
     """With each stage's correction biases moved by the sign rule on its load (§9)."""
 
     def one(stage: Any, counts: Array) -> Any:
-        return stage.replace(ffn=stage.ffn.replace(bias=update_biases(stage.ffn.bias, counts)))
+        return replace(stage, ffn=replace(stage.ffn, bias=update_biases(stage.ffn.bias, counts)))
 
-    return draft.replace(stages=tuple(one(*pair) for pair in zip(draft.stages, load, strict=True)))  # pyright: ignore
+    return replace(draft, stages=tuple(one(*pair) for pair in zip(draft.stages, load, strict=True)))
