@@ -20,8 +20,9 @@ import tyro
 
 from dsv41 import __version__
 from dsv41.commands import Analyze, Bench, Compile, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
-from dsv41.errors import UserError, cause
+from dsv41.errors import UserError, cause, escaped
 
+_LONGEST = 1000  # characters of an error's line
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -115,7 +116,7 @@ def _configuration(args: Plan | Compile) -> Any:
 
     if args.preset is not None and args.config is not None:
         raise UserError("--config: found beside --preset, allowed is one of them")
-    return load_config(args.config) if args.config else preset(args.preset or "flash")
+    return load_config(args.config) if args.config else preset("flash" if args.preset is None else args.preset)
 
 
 def _eval(args: Eval) -> int:
@@ -410,7 +411,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"dsv41: error: {' '.join(message.split())}", file=sys.stderr)
+    message = escaped(" ".join(message.split()))
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST * 2 // 3]} ... {message[-_LONGEST // 3 :]}"
+    print(f"dsv41: error: {message}", file=sys.stderr)
     return 2
 
 
