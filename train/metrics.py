@@ -1,7 +1,6 @@
 """Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases where asked; and speed and memory."""
 
 import importlib
-import json
 import resource
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 
 from dsv41.config import ModelConfig
 from dsv41.errors import UserError
+from dsv41.files import to_json
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import layer_plans
 
@@ -105,8 +105,8 @@ class Log:
             self._wandb.finish()
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record, which has a ``step``."""
-        self._file.write(json.dumps(record) + "\n")
+        """One record, which has a ``step``; JSON lines have null in place of a number that is not finite."""
+        self._file.write(to_json(record) + "\n")
         self._file.flush()
         values = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
         if self._board is not None:

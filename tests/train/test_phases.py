@@ -134,12 +134,19 @@ def test_eval_scores_text_tasks_and_selections(options, whole, capsys):
     cells = {(row["task"], row["length"], row["depth"]): row["accuracy"] for row in found["tasks"]}
     assert set(cells) == {("copy", 96, depth) for depth in (0.0, 1.0)}
     assert all(0 <= accuracy <= 1 for accuracy in cells.values())
-    assert found["inside"]["index_recall.1"] == 0, "no query sees more than it may select"
+    assert found["inside"]["index_recall.1"] is None, "no query sees more than it may select"
     for wrong, says in (
         (("--depths", "2"), "--depths: found 2.0, allowed is 0 to 1"),
         (("--rows", "0"), "--rows: found 0"),
-        (("--tasks", "neddle"), "task: found 'neddle'"),
-        (("--lengths", "12"), "--length: found 12, allowed is 40 or more for task 'copy'"),
+        (("--rows", str(2**31)), "--rows: found 2147483648, allowed is 1 to 2147483647; nearest is 2147483647"),
+        (("--batch-size", str(10**30)), f"--batch-size: found {10**30}, allowed is 1 to 2147483647"),
+        (("--batch-size", str(10**9)), r"--batch-size: found 1000000000, which does not fit: "),
+        (("--seed", "-1"), "--seed: found -1, allowed is 0 to 4294967295; nearest is 0"),
+        (("--seed", str(2**32)), "--seed: found 4294967296, allowed is 0 to 4294967295; nearest is 4294967295"),
+        (("--tasks", "neddle"), "--tasks: found 'neddle', allowed are needle, recall, copy; did you mean 'needle'?"),
+        (("--lengths", "12"), "--lengths: found 12, allowed is 40 to 2147483647 for tasks copy; nearest is 40"),
+        (("--lengths", "96", str(10**8)), "--lengths: found 100000000, which does not fit: "),
+        (("--length", "0"), "--length: found 0, allowed is a multiple of 2, 4 to 2147483646; nearest is 4"),
     ):
         assert cli.run([*argv, *wrong]) == 2
         assert says in capsys.readouterr().err
