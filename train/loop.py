@@ -144,13 +144,13 @@ def train(options: TrainOptions) -> TrainResult:
     A run that was stopped and resumed ends with the same numbers as one that was not. Raises `UserError` for options
     that cannot be used, for a folder with a run of other options or one at work, and for a run that diverged.
     """
+    began = time.monotonic()
     config = check_options(options)
     with Report() as report, locked(options.out):
-        return _train(options, config, report)
+        return _train(options, config, report, began)
 
 
-def _train(options: TrainOptions, config: ModelConfig, report: Report) -> TrainResult:
-    began = time.monotonic()
+def _train(options: TrainOptions, config: ModelConfig, report: Report, began: float) -> TrainResult:
     out = options.out
     checkpoints, best = Checkpoints(out / CHECKPOINTS, options.keep), Checkpoints(out / BEST, 1)
     latest = checkpoints.latest()
@@ -285,7 +285,7 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report) -> TrainR
                 due = due or done % options.checkpoint_every == 0
                 if _skipped(record):
                     # One after it would be of weights that give no number, and push out one of weights that do.
-                    _check_diverged(options, records, total, saved if checkpoints.latest() is not None else None)
+                    _check_diverged(options, records, total, None if latest is None and not saved else saved)
                 elif due:
                     save()
                     due = False

@@ -22,6 +22,7 @@ from dsv41.files import locked, make_writable
 from train import options, progress
 from train.curve import Score, plot_losses, running_mean
 from train.loop import fit_vocabulary
+from train.metrics import Log
 from train.options import TrainOptions, check_options
 from train.run import NAME, Run, read_run, write_run
 from train.tokenizer import train_tokenizer
@@ -103,6 +104,13 @@ def test_a_folder_is_locked_for_one_and_left_as_it_was(tmp_path):
     with locked(folder):
         (folder / "kept").write_text("")
     assert [path.name for path in folder.iterdir()] == ["kept"]
+
+
+def test_a_log_that_finds_the_disk_full_is_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    full = r"^out: cannot write '.*metrics\.jsonl' \(No space left on device\)$"
+    with pytest.raises(UserError, match=full), Log(tmp_path, False, None, {}) as log:
+        log.write({"step": 1})
 
 
 def test_text_that_cannot_be_used_leaves_no_folder(tmp_path, capsys):
