@@ -155,8 +155,8 @@ class Eval:
 
     checkpoint: Path
     """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text whose held-out part is scored, and is the tasks' hay: text files, folders, or stdlib."""
+    data: tuple[str, ...] | None = None
+    """Text whose held-out part is scored, and is the tasks' hay: files, folders, or stdlib; the run's own where not given."""
     length: int = 256
     """Tokens a row of text."""
     batch_size: int = 4

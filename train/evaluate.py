@@ -22,6 +22,7 @@ from train.diagnose import make_diagnose
 from train.losses import head_logits
 from train.options import MOST, check_batch, memory, tree_bytes
 from train.packing import Packed, check_length, pack
+from train.run import own_data
 from train.stage import score
 from train.step import TrainState, make_eval_step
 from train.synthetic import TASKS, least_length, make_row, task_accuracy, to_task_batch
@@ -99,7 +100,7 @@ def evaluate(options: Eval) -> dict[str, Any]:
     if options.dense:
         dense = dense_selection(model.config, max((options.length, *options.lengths)))
         model = Model(model.params, dense, model.tokenizer, model.token_map, model.step)
-    _, documents = split_corpus(load_corpus(options.data))
+    _, documents = split_corpus(load_corpus(own_data(options.checkpoint) if options.data is None else options.data))
     ids = encode_documents(model.tokenizer, documents)
     packed = pack(ids, options.length, model.config.document_alignment)
     state = TrainState(model.params, None, jnp.int32(model.step))

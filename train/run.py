@@ -139,6 +139,12 @@ def _own_options(run: Run) -> dict[str, Any]:
     return found
 
 
+def own_data(out: Path) -> tuple[str, ...]:
+    """The data of the run in ``out``; the standard library's where it does not say, or was not trained here."""
+    sources = read_run(out).sources if (out / NAME).exists() else {}
+    return tuple(sources.get("data", TrainOptions.data))
+
+
 def check_same(run: Run, wanted: dict[str, Any], out: Path, model: str = "config") -> None:
     """Raises `UserError`, of everything at once, where ``wanted`` is not the run's. model: the option that names the config."""
     # A run of a version without the option had its default.

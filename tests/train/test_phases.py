@@ -125,7 +125,7 @@ def test_a_resume_with_phases_elsewhere_is_refused(options, whole):
 
 
 def test_eval_scores_text_tasks_and_selections(options, whole, capsys):
-    argv = ["eval", "--checkpoint", str(options.out), "--data", *options.data, "--length", "192", "--rows", "3"]
+    argv = ["eval", "--checkpoint", str(options.out), "--length", "192", "--rows", "3"]
     argv += ["--tasks", "copy", "--lengths", "96", "--depths", "0", "1", "--batch-size", "2", "--packed", "--dense"]
     assert cli.run([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
