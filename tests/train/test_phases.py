@@ -6,13 +6,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv41 import cli
+from dsv41.cache import init_cache
 from dsv41.config import load_config
 from dsv41.config import replace as configure
 from dsv41.errors import UserError
+from dsv41.model import extend, forward
+from dsv41.numerics import PACKED, Policy
+from infer.model import load_model
 from tests.models import tiny_config
 from tests.runs import records, small_data
 from train import recipes
@@ -22,6 +28,7 @@ from train.metrics import Log, flops_per_token, profile_steps
 from train.options import TrainOptions
 from train.recipes import Phase, Recipe
 from train.run import read_run
+from train.tokenizer import encode_documents
 
 # Every mechanism that a phase can turn on, in six steps.
 PHASES = Recipe((Phase("short", 0.5, yarn=False, pool=False), Phase("long", 0.5, stretch=2, replay="mask", cache=True)))
@@ -150,6 +157,29 @@ def test_eval_scores_text_tasks_and_selections(options, whole, capsys):
     ):
         assert cli.run([*argv, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_text_costs_through_a_caches_bytes_what_the_score_of_quantised_forms_says(options, whole):
+    """Nats of held-out text under the model trained for its stored forms: in whole rows, and behind FP4 and FP8 bytes."""
+    model = load_model(options.out)
+    config, fold = model.config, jnp.asarray(model.token_map, jnp.int32)
+    stream = np.concatenate(encode_documents(model.tokenizer, whole.prepared.heldout_documents))
+    ids = jnp.asarray(np.resize(stream, (2, 96)), jnp.int32)
+
+    def nats(logits):
+        return -float(jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), ids[:, 1:, None], axis=-1)))
+
+    logits_of = jax.jit(lambda policy: forward(model.params, config, policy, ids, None, fold).logits, static_argnums=0)
+    cache, live, through = init_cache(config, PACKED, 2, 96), jnp.ones((2, 48), bool), []
+    step = jax.jit(lambda cache, chunk: extend(model.params, config, PACKED, cache, chunk, live, fold, every=True))
+    for chunk in (ids[:, :48], ids[:, 48:]):
+        logits, cache = step(cache, chunk)
+        through.append(logits)
+    assert all(source.main_kv.dtype == jnp.uint8 for source in cache.sources)
+    found, quantised, plain = (nats(x) for x in (jnp.concatenate(through, axis=1), logits_of(PACKED), logits_of(Policy())))
+    # The same values, added up in another order in float32; room for some code at a midpoint that moves by that.
+    assert found == pytest.approx(quantised, rel=1e-4)
+    assert quantised != plain and quantised == pytest.approx(plain, rel=5e-3)
 
 
 def test_logs_of_other_packages_get_every_number(tmp_path, monkeypatch):
