@@ -151,7 +151,7 @@ def check_same(run: Run, wanted: dict[str, Any], out: Path, model: str = "config
     old = {name: run.identity.get(name, _DEFAULTS.get(name)) for name in wanted}
     names = [name for name, value in wanted.items() if value != old[name]]
     if names == ["starts"]:
-        raise UserError(f"steps: found other phases than in the run in {str(out)!r}, allowed are the steps that it began with")
+        raise UserError(f"steps: found other phases than in the run in {str(out)!r}, allowed are the {run.total} it began with")
     first, *more = [name for name in names if name != "starts"] or [None]
     if first is None:
         return

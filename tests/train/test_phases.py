@@ -125,7 +125,7 @@ def test_resume_across_phases_gives_the_same_bits(options, whole, monkeypatch):
 
 
 def test_a_resume_with_phases_elsewhere_is_refused(options, whole):
-    with pytest.raises(UserError, match="steps: found other phases than in the run"):
+    with pytest.raises(UserError, match=r"^steps: found other phases than in the run in .*, allowed are the 6 it began with$"):
         train(replace(options, steps=12))
     with pytest.raises(UserError, match="recipe: found 'toy', the run in"):
         train(replace(options, recipe="toy", qat_weights=("fp4",)))
