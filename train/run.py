@@ -122,6 +122,8 @@ def completed(given: dict[str, Any]) -> TrainOptions:
     own = _own_options(read_run(out)) if begun else {}
     if "preset" in given or "config" in given:
         own = {name: value for name, value in own.items() if name not in ("preset", "config")}
+    if "config" in own and not own["config"].exists():
+        raise UserError(f"config: found nothing at {str(own['config'])!r}, which the run began with, allowed is where it is now")
     chosen = {**own, **given}
     return TrainOptions(**{**recipe(chosen.get("recipe", TrainOptions.recipe)).suggests, **chosen})
 

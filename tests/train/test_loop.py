@@ -244,6 +244,12 @@ def test_more_steps_on_a_resume_are_said_first_and_are_the_runs_at_once(options,
     ]
     assert completed({"out": part.out}) == replace(part, steps=20, checkpoint_every=500, evaluate=True)
     assert completed({"out": part.out, "preset": "toy", "steps": 3}).preset == "toy"
+    write_run(part.out, replace(read_run(part.out), sources={"config": "/nowhere/config.json"}))
+    with pytest.raises(
+        UserError, match=r"^config: found nothing at '/nowhere/config.json', which the run began with, allowed is"
+    ):
+        completed({"out": part.out})
+    assert completed({"out": part.out, "preset": "tiny"}).config is None
 
 
 def test_a_second_run_in_a_folder_at_work_is_one_line(options, monkeypatch, capsys):
