@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -52,24 +53,22 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
-    from train.loop import TrainOptions, finished, train
-    from train.recipes import DRAFTER, recipe
+    from train.loop import finished, train
+    from train.recipes import DRAFTER
+    from train.run import completed
 
     if args.recipe == DRAFTER:
         return _train_drafter(args)
-    suggested = recipe(args.recipe).suggests
     if args.source is not None:
-        raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe!r}, allowed with {DRAFTER}")
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainOptions)}
-    options = TrainOptions(**{**suggested, **{name: value for name, value in given.items() if value is not None}})
+        raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe or 'toy'!r}, allowed with {DRAFTER}")
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = completed(given)
     if done := finished(options):
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
         print(f"nothing to do: {str(args.out)!r} has all its steps (step {step}{said}); --steps above {step} goes on with it")
         return 0
     result = train(options)
-    if result.resumed_from:
-        print(f"resumed from step {result.resumed_from}")
     for last in result.records[-1:]:
         loss = f"cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f})"
         print(
@@ -331,8 +330,28 @@ _PLAINER = (
         r"Error parsing (\S+): (?:no type matching .*)?could not convert string to float: (.*)",
         r"\1: found \2, allowed is a number",
     ),
+    (r"Error parsing (\S+): .*an empty path", r"\1: found '', allowed is a path"),
     (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
 )
+
+
+_TYPES = tyro.constructors.ConstructorRegistry()
+
+
+@_TYPES.primitive_rule
+def _path_type(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Paths, of which an empty one, to Python the current folder, is none."""
+
+    def path(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("an empty path")
+        return Path(words[0])
+
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        1, "PATH", path, lambda value: isinstance(value, Path), lambda value: [str(value)]
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> Any:
@@ -345,6 +364,7 @@ def _parse(argv: Sequence[str] | None) -> Any:
                 prog="dsv41",
                 description="DeepSeek-V4.1-Flash in JAX. `dsv41 --version` prints versions, `dsv41 COMMAND --help` options.",
                 args=argv,
+                registry=_TYPES,
             )
     except SystemExit as end:
         if end.code != 2:

@@ -208,12 +208,11 @@ def test_pictures_name_their_axes_with_units_on_either_ground(theme):
             # Large or bold shapes need 3 to 1, text 4.5 to 1.
             ground = to_hex(axes.get_facecolor())
             assert _contrast(to_hex(axes.xaxis.label.get_color()), ground) > 4.5
-            assert all(_contrast(color, ground) > 3 for color in figures._COLORS[theme][:6])
+            assert all(_contrast(color, ground) > 3 for color in figures._COLORS[theme][:7])
             pyplot.close(figure)
     figure = figures.draw("flops", MODELS, USUAL, theme)
-    lines = figure.axes[0].get_lines()
-    assert [list(line.get_ydata()) for line in lines] == [[sum(decode_flops(m, n).values()) / 1e9 for n in USUAL] for m in MODELS]
     *lines, crossing = figure.axes[0].get_lines()
+    assert [list(line.get_ydata()) for line in lines] == [[sum(decode_flops(m, n).values()) / 1e9 for n in USUAL] for m in MODELS]
     assert list(crossing.get_xdata()) == [107652, 107652]
 
 

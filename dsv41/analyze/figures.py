@@ -15,7 +15,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 _INK = {"light": ("#1f2328", "#ffffff", "#d0d7de"), "dark": ("#e6edf3", "#0d1117", "#30363d")}  # text, ground, grid
 # Told apart by readers who are colour-blind, and in grey; of two lightnesses for the two grounds.
 _COLORS = {
-    "light": ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#5a5a5a", "#56b4e9", "#882255"),
+    "light": ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#5a5a5a", "#2f8fd8", "#882255"),
     "dark": ("#56b4e9", "#ff9e4a", "#2fc49a", "#e08bd0", "#f0e442", "#b0b0b0", "#9ad0f5", "#ff8fa3"),
 }
 # Parts that a picture shows together.
