@@ -28,6 +28,7 @@ from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import TrainOptions, check_options
+from train.processes import any_of, check_equal, leads, meet, written
 from train.progress import Report
 from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, read_run, write_run
@@ -141,17 +142,17 @@ def train(options: TrainOptions) -> TrainResult:
     A run that was stopped and resumed ends with the same numbers as one that was not. Raises `UserError` for options
     that cannot be used, and for a folder with a run of other options.
     """
-    with Report() as report:
-        return _train(options, report)
+    with Report() as report, written(options.out) as out:
+        return _train(options, out, report)
 
 
-def _train(options: TrainOptions, report: Report) -> TrainResult:
+def _train(options: TrainOptions, out: Path, report: Report) -> TrainResult:
+    """out: where this process writes, beside checkpoints."""
     began = time.monotonic()
     config = check_options(options)
-    out = options.out
-    checkpoints, best = Checkpoints(out / CHECKPOINTS, options.keep), Checkpoints(out / BEST, 1)
+    checkpoints, best = Checkpoints(options.out / CHECKPOINTS, options.keep), Checkpoints(options.out / BEST, 1)
     latest = checkpoints.latest()
-    run = None if latest is None else read_run(out)
+    run = None if latest is None else read_run(options.out)
     if run is not None:
         check_options_same(run, options, config)
     total = options.steps or (run.total if run else 0)
@@ -161,13 +162,15 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     devices = Devices(options.mesh, config, options.engram_rows)
     plan = stages(options, config, total)
     facts = identity(options, config, prepared, [stage.first for stage in plan])
+    meet("text")
+    check_equal([facts, total, latest, options.checkpoint_every, options.evaluate, options.eval_every, options.mesh])
 
     report.phase("drawing the initial weights", quiet=True)
     state = devices.init(options.seed)
     resumed = 0
     scores: list[Score] = []
     if run is not None and latest is not None:
-        check_same(run, facts, out)
+        check_same(run, facts, options.out)
         report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, devices.target())
         state = devices.restored(state)
@@ -180,10 +183,10 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         write_run(out, Run(facts, total))
     report.phase(f"optimizer state: {_say_bytes(optimizer_report(text_specs(config), options.engram_rows))}")
 
-    records = _read_metrics(out / "metrics.jsonl", resumed) if resumed else []
+    records = _read_metrics(options.out / "metrics.jsonl", resumed) if resumed else []
     write_text(out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
     schedule = warmup_hold_cosine(total, options.lr) if total else None
-    done = saved = resumed
+    done, saved, stopping = resumed, resumed, False
     tokens, training, compile_seconds, timed = 0, 0.0, 0.0, 0.0
     traced = profile_steps(options.profile)
     examiner: Examiner | None = None
@@ -211,13 +214,20 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     with (
         checkpoints,
         best,
-        Log(out, options.tensorboard, options.wandb, facts) as log,
+        Log(out, options.tensorboard and leads(), options.wandb if leads() else None, facts) as log,
         _interruptible() as received,
         contextlib.ExitStack() as tracing,
     ):
+
+        def halted() -> bool:
+            # Of several processes one may be told alone; all of them ask, at the same places.
+            nonlocal stopping
+            stopping = stopping or any_of(bool(received))
+            return stopping
+
         for number, stage in enumerate(plan):
             # The last one is opened even without a step of it left, for the score at the end.
-            if (done >= stage.last and number + 1 < len(plan)) or received:
+            if (done >= stage.last and number + 1 < len(plan)) or halted():
                 continue
             data = StageData(plan[: number + 1], prepared, options)
             examiner = Examiner(stage, data.prepared, fold, report, devices)
@@ -231,10 +241,11 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                 step = make_train_step(stage.config, stage.policy, fold, stage.step, mesh=devices.mesh)
                 first = devices.place(data.batch(done), stage.step.accumulate)
                 train_step = step.lower(state, first, np.float32(0)).compile()  # pyright: ignore
+                meet(f"phase {number}")
                 compile_seconds += time.monotonic() - compiling
                 batches = data.iterator(done)
                 report.phase("training")
-            while (not total or done < total) and done < stage.last and not received:
+            while (not total or done < total) and done < stage.last and not halted():
                 now = time.monotonic()
                 if options.max_seconds is not None and total and done and now - began > options.max_seconds:
                     break
@@ -272,15 +283,15 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
-    if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
+    if options.evaluate and not stopping and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         examine()
     best.wait()
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
-    if received:
-        if received[0] == signal.SIGTERM:
+    if stopping:
+        if not received or received[0] == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
     return TrainResult(
