@@ -1,4 +1,4 @@
-"""The rows of an Engram table that a batch reads, from and back to the devices that hold them (training §2.6)."""
+"""Gradients of the rows of an Engram table that a batch reads, back to the devices that hold them (training §2.6)."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,17 +7,6 @@ from jaxtyping import Array, Float, Int
 from dsv41.params import ParamSpec
 from dsv41.sharding import AXES, cut_axes, index, size
 from train.optim import Rows
-
-
-def fetched_rows(spec: ParamSpec, table: Float[Array, "R W"], ids: Int[Array, " u"]) -> Float[Array, "u W"]:
-    """Rows ``ids`` of a table, zeros for ids past its end. table: this device's part of it."""
-    axes = cut_axes(spec)
-    if not axes:
-        return table.at[ids].get(mode="fill", fill_value=0)
-    own = lax.all_gather(ids, axes) - index(axes) * table.shape[0]
-    found = table.at[jnp.where(own < 0, table.shape[0], own)].get(mode="fill", fill_value=0)
-    # One device has each row, the others zeros.
-    return lax.psum_scatter(found, axes)
 
 
 def returned_rows(

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dsv41.config import ModelConfig
+from dsv41.engram import fetched_rows
 from dsv41.model import Output, features, table_rows
 from dsv41.numerics import Policy
 from dsv41.params import ParamSpec, Stored, TextParams, init_params, map_specs, text_specs
@@ -23,7 +24,7 @@ from train.layout import BATCH, state_leaves
 from train.losses import Sums, chunked_sums, total_loss
 from train.optim import Rows, apply_updates, clip, floats, make_optimizer, measure, update_biases
 from train.qat import fake_quantized
-from train.rows import fetched_rows, returned_rows
+from train.rows import returned_rows
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
