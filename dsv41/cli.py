@@ -51,11 +51,15 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
+    if args.process is not None:
+        from train.processes import join
+
+        join(args.process)
     from train.loop import TrainOptions, finished, train
     from train.recipes import recipe
 
     suggested = recipe(args.recipe).suggests
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "process"}
     options = TrainOptions(**{**suggested, **{name: value for name, value in given.items() if value is not None}})
     if done := finished(options):
         step, score = done
@@ -79,7 +83,8 @@ def _train(args: Train) -> int:
 def _compile(args: Compile) -> int:
     from train.lowering import report
 
-    print(report(_configuration(args), args.mesh, args.rows, args.length, args.platform, args.json))
+    config, more = _configuration(args), (args.json, args.step, args.topology)
+    print(report(config, args.mesh, args.rows, args.length, args.platform, *more))
     return 0
 
 
@@ -139,7 +144,7 @@ def _generate(args: Generate) -> int:
     from infer.generate import Generator
     from infer.model import load_model
 
-    model, policy = load_model(args.checkpoint), PACKED if args.packed else Policy()
+    model, policy = load_model(args.checkpoint, args.mesh), PACKED if args.packed else Policy()
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache
