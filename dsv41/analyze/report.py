@@ -1,12 +1,13 @@
 """What `dsv41 analyze` says: rows for machines, a table for people, closing lines; of one model, or of several side by side."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv41.analyze import counted, steps
 from dsv41.analyze.contexts import spell
-from dsv41.analyze.costs import Model, cache_bytes, crossover, decode_flops, prefill_flops
+from dsv41.analyze.costs import CORE, SCORES, Model, cache_bytes, crossover, decode_flops, prefill_flops
 from dsv41.analyze.own import own_model
 from dsv41.config import ModelConfig, replace
 
@@ -168,16 +169,15 @@ def _aligned(config: ModelConfig, context: int) -> int:
     return -(-context // unit) * unit
 
 
-def _step(report: Report, subject: Subject, tokens: int, context: int) -> tuple[float, float]:
-    """FLOPs of a step of this code by formula and as counted, which must be the same."""
+def _counted(report: Report, subject: Subject, tokens: int, capacity: int, rows: int | None = None) -> dict[str, int]:
+    """Multiply-adds of a step of this code as counted, which must be its formula's."""
     config = subject.config
     assert config is not None
-    capacity = _aligned(config, context)
-    run = steps.as_run(config, subject.model, tokens, capacity)
-    count = counted.counted_products(config, tokens, capacity)
+    run = steps.as_run(config, subject.model, tokens, capacity, rows)
+    count = counted.counted_products(config, tokens, capacity, rows)
     for part in sorted(run.keys() | count.keys()):
         report.agree(f"{part}, multiply-adds of {tokens} tokens at {capacity}", run.get(part, 0), count.get(part, 0))
-    return _weighted(subject.model, run), _weighted(subject.model, count)
+    return count
 
 
 def _flops_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
@@ -190,11 +190,9 @@ def _flops_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
         {"preset": model.name, "context": n, "gflops": sum(p.values()) / 1e9} for n, p in zip(contexts, split, strict=True)
     ]
     if config is not None:
-        found = [_step(report, subject, 1, n) for n in contexts]
-        for row, (_, count) in zip(report.rows, found, strict=True):
-            row["counted_gflops"] = count / 1e9
-        report.cells.append(["step of this code", *(_small(run / scale) for run, _ in found)])
-        report.cells.append(["counted in its jaxpr", *(_small(count / scale) for _, count in found)])
+        for row, n in zip(report.rows, contexts, strict=True):
+            row["counted_gflops"] = _weighted(model, _counted(report, subject, 1, _aligned(config, n))) / 1e9
+        report.cells.append(["counted in its jaxpr", *(_small(row["counted_gflops"] * 1e9 / scale) for row in report.rows)])
         report.cells.append(["counted above all", *(f"{r['counted_gflops'] / r['gflops'] - 1:.2%}" for r in report.rows)])
         _compiled(report, config, 1, contexts[-1])
     return report
@@ -232,34 +230,35 @@ def _prefill_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     ]
     if config is None:
         return report
-    longest = 32 * config.sliding_window
-    found = []
+    above: dict[str, int] = {}
     for row, n in zip(report.rows, contexts, strict=True):
-        tokens = min(n, longest)
-        run, count = _step(report, subject, tokens, n)
-        need = _weighted(model, steps.needed(model, tokens, n))
-        row |= {"step_tokens": tokens, "step_needed_tflops": need / 1e12, "step_tflops": run / 1e12}
-        row["step_counted_tflops"] = count / 1e12
-        found.append((need, run, count))
-    labels = "step, needed", "step of this code", "counted in its jaxpr"
-    for label, values in zip(labels, zip(*found, strict=True), strict=True):
-        report.cells.append([label, *(_small(v / scale) for v in values)])
-    report.cells.append(["counted above step", *(f"{count / run - 1:.2%}" for _, run, count in found)])
+        capacity = _aligned(config, n)
+        run, count = steps.prompt_as_run(config, model, n, capacity), Counter()
+        for times, tokens, rows in steps.chunks(config, model, n):
+            found = _counted(report, subject, tokens, capacity, rows)
+            count.update({part: times * macs for part, macs in found.items()})
+        row |= {"code_tflops": _weighted(model, run) / 1e12, "counted_tflops": _weighted(model, count) / 1e12}
+        above = {part: count[part] - macs for part, macs in steps.prompt_needed(model, n).items()}
+    for label, key in (("this code's chunks", "code_tflops"), ("counted in jaxprs", "counted_tflops")):
+        report.cells.append([label, *(_small(row[key] * 1e12 / scale) for row in report.rows)])
+    report.cells.append(["counted above chunks", *(f"{r['counted_tflops'] / r['code_tflops'] - 1:.2%}" for r in report.rows)])
+    *_, (_, tokens, rows) = last = steps.chunks(config, model, contexts[-1])
+    causes = {"routed experts": "blocks not full", SCORES: "slots not visible yet", CORE: "window blocks"}
+    why = ", ".join(f"{_small(_weighted(model, {p: above[p]}) / scale)} {cause}" for p, cause in causes.items() if above.get(p))
     report.notes.append(
-        f"step: the last {longest:,} tokens at most through every layer of this code, whose static shapes add padding of"
-        " expert blocks, slots not visible yet and window blocks to what is needed"
+        f"chunks of {last[0][1]:,} tokens at most, the reference's static shapes: above all at {spell(contexts[-1])} {why}"
     )
-    _compiled(report, config, min(contexts[-1], longest), contexts[-1])
+    _compiled(report, config, tokens, contexts[-1], rows)
     return report
 
 
-def _compiled(report: Report, config: ModelConfig, tokens: int, context: int) -> None:
+def _compiled(report: Report, config: ModelConfig, tokens: int, context: int, rows: int | None = None) -> None:
     """XLA's count beside ours, of a model of few enough layers to compile at once; its weights need not exist."""
     if config.num_hidden_layers > 8:
         return
     capacity = _aligned(config, context)
-    cost = counted.compiled_cost(config, tokens, capacity)
-    macs = sum(counted.counted_products(config, tokens, capacity).values())
+    cost = counted.compiled_cost(config, tokens, capacity, rows)
+    macs = sum(counted.counted_products(config, tokens, capacity, rows).values())
     report.notes.append(
         f"compiled step of {tokens:,} at {spell(context)}: XLA counts {cost['flops'] / 1e6:,.2f} MFLOP of all operations, the"
         f" jaxpr's products are {2 * macs / 1e6:,.2f} MFLOP; {cost['kernels']:.0f} kernels,"
