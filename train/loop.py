@@ -283,14 +283,14 @@ def _train(options: TrainOptions, out: Path, report: Report) -> TrainResult:
             break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
-    if options.evaluate and not stopping and not any(found.step == done > 0 for found in scores):
+    if options.evaluate and not halted() and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         examine()
     best.wait()
     write_run(out, Run(facts, total, tuple(scores)))
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
-    if stopping:
+    if halted():
         if not received or received[0] == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
