@@ -13,8 +13,9 @@ from dsv41.hashing import hash_rows, lookback
 from dsv41.hf.stored import StoredWeight
 from dsv41.layout import Layout
 from dsv41.numerics import Taps, linear, record
+from dsv41.owners import fetched_rows
 from dsv41.params import EngramParams, ParamSpec, TextParams, text_specs
-from dsv41.sharding import cut_axes, index
+from dsv41.sharding import cut_axes
 from kernels_pallas.engram_gather.api import engram_gather, in_host_memory
 
 
@@ -58,20 +59,6 @@ class Fetched:
 def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"]:
     """Rows of a table of floats or of a `StoredWeight`, in ``dtype``."""
     return engram_gather(*_parts(table), rows, dtype)
-
-
-def fetched_rows(spec: ParamSpec, table: Float[Array, "R W"], ids: Int[Array, " u"], dtype: Any = None) -> Float[Array, "u W"]:
-    """Rows ``ids`` of a table from the devices that hold them, zeros for ids past its end, in ``dtype`` or the table's.
-
-    table: this device's part of it.
-    """
-    axes = cut_axes(spec)
-    if not axes:
-        return table.at[ids].get(mode="fill", fill_value=0)
-    own = lax.all_gather(ids, axes) - index(axes) * table.shape[0]
-    found = table.at[jnp.where(own < 0, table.shape[0], own)].get(mode="fill", fill_value=0)
-    # One device has each row, the others zeros.
-    return lax.psum_scatter(found.astype(dtype or found.dtype), axes)
 
 
 def fetch_ahead(params: TextParams, config: ModelConfig, rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from dsv41.collectives import collectives
 from dsv41.config import PRESETS, preset
 from dsv41.errors import UserError
 from dsv41.moe import dispatched_experts, grouped_experts
+from dsv41.owners import fetched_rows, returned_rows
 from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
 from tests.models import equations, tiny_config
 from train.checkpoint import Checkpoints
@@ -146,6 +147,29 @@ def test_the_ragged_form_sends_what_the_dense_twin_does():
     assert len(moves) == 2
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("ragged_all_to_all") >= 2
+
+
+@pytest.mark.parametrize("skew", ["even", "one owner", "past the end"])
+def test_rows_of_a_table_come_from_their_owners_and_gradients_go_back(skew):
+    """Exact: every number asked by several devices, a table that is filled up, and each part's gradient by hand."""
+    spec = ParamSpec((101, 8), ("table_rows", "embed"), "table", "f32", "sinkhorn")
+    sizes, rng = sharding.parse_mesh("data=2,fsdp=2,model=2"), np.random.default_rng(0)
+    high = {"even": 101, "one owner": 20, "past the end": 130}[skew]
+    ids = rng.integers(0, high, (8, 12)).astype(np.int32)
+    table, values = (rng.integers(-9, 9, (n, 8)).astype(np.float32) for n in (104, 8 * 12))
+    table[101:] = 0
+
+    def run(table, ids, values):
+        gradient = returned_rows(spec, ids, values, table)
+        return fetched_rows(spec, table, ids), sharding.summed(spec, gradient)
+
+    part, every = P(("model", "fsdp")), P(("data", "fsdp", "model"))
+    run = on_mesh(run, sharding.make_mesh(sizes), (part, every, every), (every, part))
+    rows, gradient = run(table, ids.reshape(-1), values)
+    flat, wanted = ids.reshape(-1), np.zeros((131, 8), np.float32)
+    np.testing.assert_array_equal(rows, np.where(flat[:, None] < 101, table[np.minimum(flat, 103)], 0))
+    np.add.at(wanted, flat, values)
+    np.testing.assert_array_equal(gradient[:101], wanted[:101])
 
 
 def test_muon_moves_no_head_and_no_expert_between_devices():
