@@ -43,7 +43,8 @@ def fetched_rows(spec: ParamSpec, table: Float[Array, "R W"], ids: Int[Array, " 
         return table.at[ids].get(mode="fill", fill_value=0)
     asked = _ask(axes, table.shape[0], ids)
     rows = table[asked.own].astype(dtype or table.dtype)
-    return exchange(rows, asked.pairs.T, ids.size, ids.size, axes)[asked.place]
+    back: Any = exchange(rows, asked.pairs.T, ids.size, ids.size, axes)
+    return back[asked.place]
 
 
 def returned_rows(spec: ParamSpec, ids: Int[Array, " u"], values: Float[Array, "u W"], table: Float[Array, "R W"]) -> Array:
