@@ -15,7 +15,7 @@ from dsv41.analyze.command import subject
 from dsv41.analyze.contexts import USUAL
 from dsv41.analyze.costs import CORE, SCORES, Reads, cache_bytes, crossover, decode_flops, prefill_flops
 from dsv41.analyze.own import own_model
-from dsv41.config import preset, replace
+from dsv41.config import preset, replace, save_config
 from dsv41.params import count_parameters, text_specs
 from tests.models import tiny_config
 
@@ -32,6 +32,13 @@ TINY = {
     "V4 form": tiny_config(hc_single_pass=False, num_hash_layers=2),
     "no pool": tiny_config(candidate_source_layer_id=-1),
     "Engram in the decoder": tiny_config(engram_layer_ids=(1, 3)),
+    "no encoder": tiny_config(
+        compress_ratios=(1,) * 6,
+        kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0, 4),
+        candidate_source_layer_id=-1,
+    ),
+    "odd ratios": tiny_config(compress_ratios=(0, 5, 5, 3, 3, 3)),
     "ratio 4": tiny_config(compress_ratios=(0, 4, 4, 1, 1, 1)),
     "window only": tiny_config(
         compress_ratios=(0,) * 6,
@@ -173,6 +180,14 @@ def test_a_step_multiplies_what_its_formula_says(name, tokens, capacity):
     assert found == steps.as_run(config, model(name), tokens, capacity)
 
 
+def test_rows_of_odd_ratios_agree(capsys, tmp_path):
+    """Bytes a token are no whole numbers, and no exact floats, where a row stands for 3, 5 or 25 tokens."""
+    for ratios in ((0, 5, 5, 3, 3, 3), (0, 25, 25, 8, 8, 8)):
+        save_config(tiny_config(compress_ratios=ratios), tmp_path / "config.json")
+        for what in ("kv", "memory"):
+            assert cli.run(["analyze", what, "--config", str(tmp_path)]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("context", [4096, 1 << 20])
 def test_the_release_decodes_within_three_percent_of_the_formula(context):
     """Abstractly, nothing is allocated. Above the formula stand the window's row that is about to leave it, the index heads'
@@ -191,7 +206,15 @@ def test_the_release_decodes_within_three_percent_of_the_formula(context):
 
 @pytest.mark.parametrize(
     ("name", "tokens", "rows"),
-    [("toy", 300, 32), ("tiny", 40, 4), ("tiny", 40, 0), ("tiny", 3, 4), ("V4 form", 9, 2), ("Engram in the decoder", 9, 4)],
+    [
+        ("toy", 300, 32),
+        ("tiny", 40, 4),
+        ("tiny", 40, 0),
+        ("tiny", 3, 4),
+        ("V4 form", 9, 2),
+        ("Engram in the decoder", 9, 4),
+        ("no encoder", 9, 4),
+    ],
 )
 def test_a_chunk_of_a_prompt_multiplies_what_its_formula_says(name, tokens, rows):
     config = OWN[name]

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from dsv41.errors import UserError
+from dsv41.files import locked
 
 # Seconds: for all processes to come, for those left to end when one has died, and for all to read, compile or write.
 PATIENCE, HEARTBEAT, WORK = 90, 60, 3600
@@ -96,9 +97,11 @@ def check_equal(facts: Any) -> None:
 
 @contextmanager
 def written(folder: Path) -> Iterator[Path]:
-    """Where this process writes what goes into ``folder``: there, or if another does, into one that is gone at the end."""
+    """Where this process writes what goes into ``folder``: there, with others kept out of it, or if another process does, into
+    one that is gone at the end."""
     if leads():
-        yield folder
+        with locked(folder):
+            yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
         yield Path(scratch)

@@ -1,5 +1,6 @@
 """What `dsv41 analyze` says: rows for machines, a table for people, closing lines; of one model, or of several side by side."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from dsv41.analyze.contexts import spell
 from dsv41.analyze.costs import CORE, SCORES, Model, cache_bytes, crossover, decode_flops, prefill_flops
 from dsv41.analyze.own import own_model
 from dsv41.config import ModelConfig, replace
+from dsv41.errors import UserError
+from dsv41.prefill import halo_rows
+from dsv41.validate import MOST
 
 Row = dict[str, Any]
 TOTAL = "all"
@@ -63,7 +67,7 @@ def _count(number: int) -> str:
     return f"{number / size:,.2f}{letter}" if letter else str(number)
 
 
-def _scale(least: float) -> tuple[float, str]:
+def unit(least: float) -> tuple[float, str]:
     """The unit in which ``least`` is one or more: its size and the letter before it."""
     return next(((size, letter) for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if least >= size), (1e3, "k"))
 
@@ -108,18 +112,21 @@ def _kv_of_one(subject: Subject) -> Report:
     slope, fixed = {}, {}
     if config is not None:
         report.columns.append("counted")
-        unit = counted.alignment(config)
-        low, high = (counted.counted_cache(config, n * unit) for n in (1, 2))
-        slope = {kind: (high[kind] - low[kind]) / unit for kind in high}
+        step = counted.alignment(config)
+        low, high = (counted.counted_cache(config, n * step) for n in (1, 2))
+        slope = {kind: (high[kind] - low[kind]) / step for kind in high}
         fixed = {kind: low[kind] for kind in low if kind in model.fixed}
+        for kind, size in cache_bytes(model, step).items():
+            report.agree(kind if kind in fixed else f"{kind} of {step} tokens", size, low[kind])
+            # Of whole tokens, not of each: a row of several tokens has no whole bytes a token.
+            if kind not in fixed:
+                report.agree(f"{kind} of {2 * step} tokens", cache_bytes(model, 2 * step)[kind], high[kind])
 
     def line(kind: str, per: str, width: int | None, rows: float | None, size: float, count: float | None) -> None:
         row = {"preset": model.name, "kind": kind, "per": per, "row_bytes": width, "rows": rows, "bytes": size}
         report.rows.append(row | ({"counted_bytes": count} if config else {}))
-        cells = ["" if x is None else _plain(x) for x in (width, rows)]
+        cells = ["" if x is None else f"{x:,g}" for x in (width, rows)]
         report.cells.append([kind, *cells, _plain(size), *([_plain(count)] if count is not None else [])])
-        if count is not None:
-            report.agree(kind, size, count)
 
     for kind, width in sorted({(r.kind, r.bytes) for r in model.rows}, reverse=True):
         kept = [r for r in model.rows if (r.kind, r.bytes) == (kind, width)]
@@ -158,6 +165,10 @@ def _parts_table(report: Report, per_context: list[dict[str, float]], scale: flo
     report.cells.append([TOTAL, *(_small(sum(parts.values()) / scale) for parts in per_context)])
 
 
+def _part_columns(parts: dict[str, float], unit: str, scale: float) -> Row:
+    return {f"{unit}.{part}": value / scale for part, value in parts.items()}
+
+
 def _weighted(model: Model, macs: dict[str, int]) -> float:
     """FLOPs of multiply-adds by part, at the cost of the parts' formats; what is no part counts as bfloat16."""
     costs = steps.formats(model)
@@ -165,8 +176,12 @@ def _weighted(model: Model, macs: dict[str, int]) -> float:
 
 
 def _aligned(config: ModelConfig, context: int) -> int:
-    unit = counted.alignment(config)
-    return -(-context // unit) * unit
+    """The next length that a cache can have; raises `UserError` where there is none."""
+    step = counted.alignment(config)
+    length = -(-context // step) * step
+    if length > MOST:
+        raise UserError(f"contexts: found {context}, a cache of multiples of {step} tokens, allowed are caches up to {MOST}")
+    return length
 
 
 def _counted(report: Report, subject: Subject, tokens: int, capacity: int, rows: int | None = None) -> dict[str, int]:
@@ -183,11 +198,12 @@ def _counted(report: Report, subject: Subject, tokens: int, capacity: int, rows:
 def _flops_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     model, config = subject.model, subject.config
     split = [decode_flops(model, n) for n in contexts]
-    scale, letter = _scale(sum(split[0].values()))
+    scale, letter = unit(sum(split[0].values()))
     report = Report(f"{letter}FLOPs of a decoded token of {model.title}", [], ["part", *map(spell, contexts)], [])
     _parts_table(report, split, scale)
     report.rows = [
-        {"preset": model.name, "context": n, "gflops": sum(p.values()) / 1e9} for n, p in zip(contexts, split, strict=True)
+        {"preset": model.name, "context": n, "gflops": sum(p.values()) / 1e9} | _part_columns(p, "gflops", 1e9)
+        for n, p in zip(contexts, split, strict=True)
     ]
     if config is not None:
         for row, n in zip(report.rows, contexts, strict=True):
@@ -212,6 +228,9 @@ def prefill(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
         if m.tail is not None:
             n = contexts[-1]
             said += f"; {total(m, n) / whole(m, n):.0%} of the cost of every layer at {spell(n)}"
+            if s.config is not None and n > (exact := halo_rows(s.config)):
+                share = total(dataclasses.replace(m, tail=exact), n) / whole(m, n)
+                said += f", {share:.0%} with the decoder on {exact:,} last tokens, which is exact, in place of {m.tail}"
         report.notes.append(said)
     return report
 
@@ -219,13 +238,14 @@ def prefill(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
 def _prefill_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     model, config = subject.model, subject.config
     split = [prefill_flops(model, n) for n in contexts]
-    scale, letter = _scale(sum(split[0].values()))
+    scale, letter = unit(sum(split[0].values()))
     report = Report(f"{letter}FLOPs of a prompt of {model.title}", [], ["part", *map(spell, contexts)], [])
     _parts_table(report, split, scale)
     every = [sum(prefill_flops(model, n, every_layer=True).values()) for n in contexts]
     report.cells.append(["all in every layer", *(_small(e / scale) for e in every)])
     report.rows = [
         {"preset": model.name, "context": n, "tflops": sum(p.values()) / 1e12, "every_layer_tflops": e / 1e12}
+        | _part_columns(p, "tflops", 1e12)
         for n, p, e in zip(contexts, split, every, strict=True)
     ]
     if config is None:
@@ -260,8 +280,9 @@ def _compiled(report: Report, config: ModelConfig, tokens: int, context: int, ro
     cost = counted.compiled_cost(config, tokens, capacity, rows)
     macs = sum(counted.counted_products(config, tokens, capacity, rows).values())
     report.notes.append(
-        f"compiled step of {tokens:,} at {spell(context)}: XLA counts {cost['flops'] / 1e6:,.2f} MFLOP of all operations, the"
-        f" jaxpr's products are {2 * macs / 1e6:,.2f} MFLOP; {cost['kernels']:.0f} kernels,"
+        f"compiled step of {tokens:,} at {spell(context)}, each format's FLOP as one: XLA counts"
+        f" {cost['flops'] / 1e6:,.2f} MFLOP of all operations, the jaxpr's products are {2 * macs / 1e6:,.2f} MFLOP;"
+        f" {cost['kernels']:.0f} kernels,"
         f" {cost['kernels'] / config.num_hidden_layers:.0f} a layer"
     )
 
@@ -280,8 +301,10 @@ def params(subjects: Sequence[Subject]) -> Report:
 
 def _params_of_one(subject: Subject) -> Report:
     model, config = subject.model, subject.config
-    columns = ["part", "parameters", *(["counted"] if config is not None else []), "active", "in prefill"]
-    report = Report(f"Parameters of {model.title}", [], columns + (["GB"] if config is not None else []), [])
+    columns = ["part", "parameters", *(["counted"] if config is not None else []), "decode", "prefill"]
+    report = Report("", [], columns + (["GB"] if config is not None else []), [])
+    stored = "; GB as released" if config is not None else ""
+    report.title = f"Parameters of {model.title}, and those that a token multiplies in decode and in prefill{stored}"
     counts = counted.counted_weights(config) if config is not None else {}
     for w in model.weights:
         row = {"preset": model.name, "part": w.part, "format": w.format if w.active else None, "parameters": w.size}
@@ -319,13 +342,15 @@ def memory(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
     if config is not None:
         counts = [sum(counted.counted_cache(config, _aligned(config, n)).values()) for n in contexts]
         report.cells.append(["counted in the cache", *(_small((size or 0) / 2**20) for size in counts)])
+        if (step := counted.alignment(config)) > 1 and any(n % step for n in contexts):
+            report.notes.append(f"counted at the next multiple of {step} tokens, which a cache's length is")
         weights = counted.counted_weights(config)
         held = sum(one.bytes for one in weights.values())
         tables = weights.get("Engram tables", counted.Counted()).bytes
         report.notes.append(f"weights as released: {held / 1e9:,.2f} GB, of them {tables / 1e9:,.2f} GB Engram tables")
     for n, kinds, count in zip(contexts, split, counts, strict=True):
-        row = {"preset": model.name, "context": n, "mib": sum(kinds.values()) / 2**20}
+        row = {"preset": model.name, "context": n, "mib": sum(kinds.values()) / 2**20} | _part_columns(kinds, "mib", 2**20)
         report.rows.append(row | ({"counted_mib": count / 2**20} if count is not None else {}))
         if config is not None and count is not None and n == _aligned(config, n):
-            report.agree(f"cache at {n}", sum(kinds.values()), count)
+            report.agree(f"cache at {n}", sum(cache_bytes(model, n).values()), count)
     return report

@@ -36,7 +36,7 @@ def as_run(config: ModelConfig, model: Model, tokens: int, capacity: int, rows: 
     parts["routed experts"] = parts[CORE] = parts[SCORES] = 0
     if rows is not None:
         # The decoder's first site is worked out for what it compresses, of every token, and again for the last ones.
-        parts["mHC"] += last * mixed
+        parts["mHC"] += last * mixed if any(p.half == "encoder" for p in plans) else 0
         if not c.hc_single_pass:
             parts["mHC"] += tokens * c.hc_mult * (c.hc_mult + 2) * c.hc_mult * c.hidden_size
         if next(p for p in plans if p.half == "decoder").engram is not None:
