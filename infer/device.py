@@ -148,7 +148,8 @@ class Device:
 
     def length(self, slot: int) -> int:
         """Tokens that a slot's cache has consumed."""
-        return int(self.cache.length[slot])
+        # On the host: an index into an array of the device is a program of its own.
+        return int(np.asarray(self.cache.length)[slot])
 
     def windows(self, slot: int) -> Any:
         """A copy on the host of a slot's windows and pair tails."""

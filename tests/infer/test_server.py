@@ -18,10 +18,16 @@ import openai
 import pytest
 
 from dsv41 import cli
+from dsv41.numerics import Policy
+from infer.allocator import PageAllocator
 from infer.chat import ChatTokens, render
 from infer.engine import Engine, Event, Metrics, Request, Usage
+from infer.prefix import PrefixCache
+from infer.reuse import Reuse
 from infer.sampling import Sampling
 from infer.server import Limits, Service, listen, server
+from infer.store import BlockStore
+from infer.windows import WindowPool
 from tests.models import tiny_model
 
 # The least that compiles, as programs cost most of the time: window, and Full with a pool.
@@ -395,6 +401,48 @@ def test_many_at_once(service, url):
         assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1]) == want and chunks[-1] == "[DONE]"
     now = service.engine.metrics()
     assert now.free_pages == now.pages and service._running == 0
+
+
+def test_prompts_that_begin_alike_and_a_server_that_starts_again(model, tmp_path):
+    """The usage tells what was found: in pages, in the file by a server that was started anew, and nothing without one."""
+
+    def prefix():
+        return PrefixCache(model, Policy(), "full", 16, BlockStore(tmp_path / "a.db"), WindowPool(1 << 20))
+
+    first = prefix()
+    engine = Engine(model, slots=1, longest=64, page=16, pages=12, chunks=(16,), prefix=first)
+    # Few of its programs are wanted here.
+    engine.warm_up = lambda: None
+    prompts = [[0, *range(3, 43), *range(50, 50 + more)] for more in (0, 5, 2)]
+    told = []
+    for kept in (first, None):
+        if kept is None:
+            # What a new process has: the file alone.
+            first.close()
+            engine.device.reset()
+            engine.allocator = PageAllocator(engine.allocator.pages)
+            engine._reuse = Reuse(kept := prefix(), engine.device, engine.allocator)
+        with (
+            serving(Service(engine, "tiny")) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            for prompt in prompts:
+                ask = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+                got = client.completions.create(**ask)
+                *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+                found = [usage.prompt_tokens_details.cached_tokens for usage in (got.usage, last.usage)]
+                told.append((got.choices[0].text, got.usage.prompt_tokens, *found))
+                kept.flush()
+            told.append(httpx.get(f"{url}/metrics").text)
+        if kept is not first:
+            kept.close()
+    before, metrics, after, _ = told[:3], told[3], told[4:7], told[7]
+    assert [one[:2] for one in before] == [one[:2] for one in after] and [one[1] for one in before] == [41, 46, 43]
+    # Of what the one before left a snapshot is the longest: behind the first prompt, or the prompt itself.
+    assert [one[2:] for one in before] == [(0, 41), (41, 46), (41, 43)]
+    assert "dsv41_cached_tokens_total 212.0" in metrics
+    # Two blocks of the file, of which the last tokens run again, and no snapshot.
+    assert [one[2:] for one in after] == [(32, 41), (41, 46), (41, 43)]
 
 
 def eventually(true):
