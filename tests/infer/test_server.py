@@ -544,6 +544,24 @@ def test_too_many_too_long_and_gone(scripted):
     assert httpx.post(f"{url}{COMPLETION}", json={"prompt": "a"}).json()["choices"][0]["text"] == "hello"
 
 
+def test_a_client_that_does_not_read_holds_up_no_other(scripted):
+    engine, url = scripted.engine, scripted.url
+    engine.script = "hello" * 20_000
+    scripted.limits = Limits(seconds=1.0, arrival=0.2)
+    with contextlib.closing(socket.socket()) as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = url.removeprefix("http://").split(":")
+        wire.connect((host, int(port)))
+        body = b'{"prompt": "a", "stream": true}'
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        eventually(lambda: engine.jobs)
+        assert httpx.get(f"{url}/health").status_code == 200
+        # Its time is up, and what it was told last cannot be sent: it is let go, and its request aborted.
+        eventually(lambda: not engine.jobs and scripted._running == 0)
+        engine.script = "hello"
+        assert httpx.post(f"{url}{COMPLETION}", json={"prompt": "a"}).json()["choices"][0]["text"] == "hello"
+
+
 def test_a_stream_that_stops_says_why(scripted):
     engine = scripted.engine
     engine.finish = "error"
@@ -625,6 +643,7 @@ def test_command(capsys, monkeypatch, tmp_path, model):
     monkeypatch.setattr("infer.model.load_model", lambda run: model)
     monkeypatch.setattr("infer.engine.Engine", Scripted)
     monkeypatch.setenv("DSV41_API_KEY", "k")
+    file = tmp_path / "a.db"
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     heard = []
@@ -638,10 +657,13 @@ def test_command(capsys, monkeypatch, tmp_path, model):
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
+    (tmp_path / "folder").mkdir()
+    assert "--prefix-cache: found a folder" in fails("--port", "0", "--prefix-cache", str(tmp_path / "folder"))
     thread = threading.Thread(target=ask)
     thread.start()
-    assert cli.run(["serve", "--checkpoint", str(tmp_path / "run"), "--port", str(port)]) == 130
+    assert cli.run(["serve", "--checkpoint", str(tmp_path / "run"), "--port", str(port), "--prefix-cache", str(file)]) == 130
     thread.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.db", "folder"]
     assert heard == ["hello"]
     assert capsys.readouterr().out == f"serving run at http://127.0.0.1:{port}/v1; compiling\nready\n"
 
