@@ -14,14 +14,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 from dsv41 import __version__
 from dsv41.commands import Analyze, Bench, Compile, Convert, Demo, Eval, Generate, Plan, Serve, Train, Verify
-from dsv41.errors import UserError, cause
+from dsv41.errors import UserError, cause, escaped
 
+_LONGEST = 1000  # characters of an error's line
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -51,20 +53,16 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
-    from train.loop import TrainOptions, finished, train
-    from train.recipes import recipe
+    from train.loop import finished, train
+    from train.run import completed
 
-    suggested = recipe(args.recipe).suggests
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    options = TrainOptions(**{**suggested, **{name: value for name, value in given.items() if value is not None}})
+    options = completed({name: value for name, value in vars(args).items() if value is not None})
     if done := finished(options):
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
         print(f"nothing to do: {str(args.out)!r} has all its steps (step {step}{said}); --steps above {step} goes on with it")
         return 0
     result = train(options)
-    if result.resumed_from:
-        print(f"resumed from step {result.resumed_from}")
     for last in result.records[-1:]:
         loss = f"cross-entropy {last['ce']:.4f} nats per token (whole loss {last['loss']:.4f})"
         print(
@@ -88,7 +86,7 @@ def _configuration(args: Plan | Compile) -> Any:
 
     if args.preset is not None and args.config is not None:
         raise UserError("--config: found beside --preset, allowed is one of them")
-    return load_config(args.config) if args.config else preset(args.preset or "flash")
+    return load_config(args.config) if args.config else preset("flash" if args.preset is None else args.preset)
 
 
 def _eval(args: Eval) -> int:
@@ -297,8 +295,28 @@ _PLAINER = (
         r"Error parsing (\S+): (?:no type matching .*)?could not convert string to float: (.*)",
         r"\1: found \2, allowed is a number",
     ),
+    (r"Error parsing (\S+): .*an empty path", r"\1: found '', allowed is a path"),
     (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
 )
+
+
+_TYPES = tyro.constructors.ConstructorRegistry()
+
+
+@_TYPES.primitive_rule
+def _path_type(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Paths, of which an empty one, to Python the current folder, is none."""
+
+    def path(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("an empty path")
+        return Path(words[0])
+
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        1, "PATH", path, lambda value: isinstance(value, Path), lambda value: [str(value)]
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> Any:
@@ -311,6 +329,7 @@ def _parse(argv: Sequence[str] | None) -> Any:
                 prog="dsv41",
                 description="DeepSeek-V4.1-Flash in JAX. `dsv41 --version` prints versions, `dsv41 COMMAND --help` options.",
                 args=argv,
+                registry=_TYPES,
             )
     except SystemExit as end:
         if end.code != 2:
@@ -377,7 +396,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"dsv41: error: {' '.join(message.split())}", file=sys.stderr)
+    message = escaped(" ".join(message.split()))
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST * 2 // 3]} ... {message[-_LONGEST // 3 :]}"
+    print(f"dsv41: error: {message}", file=sys.stderr)
     return 2
 
 

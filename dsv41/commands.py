@@ -73,27 +73,28 @@ class Train:
     """Train a model, or go on with the run in --out."""
 
     out: Path = Path("runs/train")
-    """The run's folder: config, tokenizer, metrics, checkpoints, loss curve."""
-    recipe: str = "toy"
-    """What is on when: toy (all of the release's inference), small (one GPU), long (rows become 16 times as long), qat."""
+    """The run's folder: config, tokenizer, metrics, checkpoints, loss curve. What a run there began with need not be typed."""
+    recipe: str | None = None
+    """What is on when: toy (all of the release's inference, the default), small (one GPU), qat, or long (rows become 16 times
+    as long, so that a batch has 16 or more)."""
     preset: str | None = None
     """A named configuration; the recipe's or toy where not given."""
     config: Path | None = None
     """A config.json in place of a preset."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text files, folders, or stdlib: the standard library's source."""
+    data: tuple[str, ...] | None = None
+    """Text files, folders, or stdlib: the standard library's source, also where not given."""
     steps: int | None = None
     """Steps in all, the recipe's or 1000 where not given; 0 for as many as --max-seconds allow."""
     batch_size: int | None = None
     """Rows a step; the recipe's or 4 where not given."""
-    accumulate: int = 1
-    """Parts of a batch that go through the model one after another, to save memory; a divisor of its rows."""
+    accumulate: int | None = None
+    """Parts of a batch that go through the model one after another, to save memory: a divisor of its rows, 1 where not given."""
     length: int | None = None
     """Tokens a row; the recipe's or 256 where not given."""
     lr: float | None = None
     """Peak learning rate; the recipe's or 0.015 where not given."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
+    seed: int | None = None
+    """Seed of the initial weights and of the order of the data; 0 where not given."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step always has one."""
     keep: int = 2
@@ -108,16 +109,16 @@ class Train:
     """Of the passes: float32 or bfloat16; masters and momenta are float32. The recipe's or float32 where not given."""
     remat: str | None = None
     """What the backward pass computes again to save memory: none, attention or block; the recipe's where not given."""
-    index_teacher: str = "own"
-    """Whose attention an indexer learns: its own layer's, or served for the mean over all that read its selection."""
-    qat_weights: tuple[str, ...] = ()
+    index_teacher: str | None = None
+    """Whose attention an indexer learns: own for its layer's (the default), served for the mean over its selection's readers."""
+    qat_weights: tuple[str, ...] | None = None
     """In quantised phases, weights trained as released: fp4 (experts), fp8 (other linears), fp8_rows (Engram tables)."""
-    z_loss: float = 0.0
-    """Weight of the mean squared log partition."""
-    engram_rows: int = 0
-    """Rows of each Engram table that keep momentum, so that a large table costs what its touched rows do; 0 for all."""
-    synthetic: float = 0.0
-    """Share of each batch's rows made into needle, recall and copy tasks."""
+    z_loss: float | None = None
+    """Weight of the mean squared log partition; 0 where not given."""
+    engram_rows: int | None = None
+    """Rows of each Engram table that keep momentum, so that a large table costs what its touched rows do; else 0, for all."""
+    synthetic: float | None = None
+    """Share of each batch's rows made into needle, recall and copy tasks; 0 where not given."""
     profile: str | None = None
     """Steps to trace, as 20:23, into OUT/profile."""
     tensorboard: bool = False
@@ -154,8 +155,8 @@ class Eval:
 
     checkpoint: Path
     """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text whose held-out part is scored, and is the tasks' hay: text files, folders, or stdlib."""
+    data: tuple[str, ...] | None = None
+    """Text whose held-out part is scored, and is the tasks' hay: files, folders, or stdlib; the run's own where not given."""
     length: int = 256
     """Tokens a row of text."""
     batch_size: int = 4

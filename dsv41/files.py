@@ -1,6 +1,9 @@
 """Files and folders that users name, refused in one line before anything can hang, fill the memory or be half-written."""
 
+import errno
+import fcntl
 import json
+import math
 import os
 import stat
 import tempfile
@@ -12,6 +15,8 @@ from typing import Any
 from dsv41.errors import UserError, cause
 
 SMALL = 1 << 20
+# Some network file systems know no locks; work there goes unguarded, as it would without one.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def read_small(file: Path, most: int = SMALL) -> bytes:
@@ -81,6 +86,51 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[Path] = (
             raise UserError(f"{name}: cannot write {str(file)!r} ({cause(error)}), {allowed}") from None
 
 
+@contextmanager
+def locked(folder: Path, name: str = "out", user: str = "a run") -> Iterator[None]:
+    """Makes ``folder`` and keeps others, in this process too, out of it meanwhile; `UserError`, of ``name``, where one is in it.
+
+    The lock is the kernel's, on ``folder/lock``, and goes with its process however that ends. Folders that it made go at the end
+    if nothing was put into them.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = _lock(file)
+    except BlockingIOError:
+        raise UserError(f"{name}: found {user} at work in {str(folder)!r}, allowed is one at a time") from None
+    except OSError as error:
+        raise UserError(f"{name}: cannot lock {str(file)!r} ({cause(error)}), allowed is a folder that can be written") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+        os.close(number)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _lock(file: Path) -> int:
+    while True:
+        number = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            # Its last owner may have removed it between the two lines above.
+            if file.exists() and os.path.samestat(os.fstat(number), file.stat()):
+                return number
+        except BaseException:
+            os.close(number)
+            raise
+        os.close(number)
+
+
 def _kind(info: os.stat_result) -> str:
     return "a folder" if stat.S_ISDIR(info.st_mode) else "a device or pipe"
 
@@ -103,6 +153,19 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def to_json(value: Any) -> str:
+    """``value`` as JSON, in which there are no NaN and no infinities: null in their place."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(value), allow_nan=False)
 
 
 def write_text(file: Path, text: str) -> None:

@@ -1,16 +1,15 @@
 """For people: tables, on a terminal aligned at any width with every character of a name, elsewhere a line a row; safe text."""
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from dsv41.errors import escaped
+
 Row = tuple[Sequence[str], str | None]  # cells, and a style for the row
 
-# C0 but newline and tab, DEL, C1, and what reorders the text around it.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAN = {
     "layer": "layer",
     "half": "half",
@@ -31,6 +30,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Row], title: str | None =
     by side, every cell has a line of its own.
     """
     console, rows = _Console(markup=False, highlight=False), list(rows)
+    if console.width < 1:
+        console.width = 80
     if title:
         console.print(f"\n{title}", style="bold")
     if _narrowest(columns, rows, right) > console.width:
@@ -40,10 +41,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Row], title: str | None =
                 console.print(f"  {' '.join(column.split())}: {cell}", soft_wrap=True)
         return
     view = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    for n, column in enumerate(columns):
-        # The first column names the row: others wrap before it does.
-        whole = n == 0 and max((len(cells[0]) for cells, _ in rows), default=0) <= console.width * 2 // 3
-        view.add_column(column, overflow="fold", justify="right" if column in right else "left", no_wrap=whole or column in right)
+    # The first column names the row: others wrap before it does.
+    named = max((len(cells[0]) for cells, _ in rows), default=0) <= console.width * 2 // 3
+    whole = {*right, *columns[:1]} if named and _narrowest(columns, rows, (*right, *columns[:1])) <= console.width else {*right}
+    for column in columns:
+        view.add_column(column, overflow="fold", justify="right" if column in right else "left", no_wrap=column in whole)
     for cells, style in rows:
         view.add_row(*cells, style=style)
     console.print(view)
@@ -65,10 +67,8 @@ def _narrowest(columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]
 
 
 def printable(text: str) -> str:
-    """``text``, on a terminal with its controls as escapes such as ``\\x1b``: a model's text must not drive it."""
-    if not sys.stdout.isatty():
-        return text
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
+    """``text``, on a terminal with its controls `escaped`: a model's text must not drive it."""
+    return escaped(text) if sys.stdout.isatty() else text
 
 
 def show_plan(table: dict) -> None:

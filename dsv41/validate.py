@@ -1,11 +1,15 @@
 """The constraints of architecture §1-§13 on a `ModelConfig`; each failure names its field, what was found and what is allowed."""
 
+from dataclasses import fields
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from dsv41.config import ConfigError, ModelConfig, VisionConfig
 from dsv41.hashing import MAX_COLUMNS, MAX_PRIME, table_primes
 from dsv41.quant import ACTIVATION, EXPERT_WEIGHT, INDEX_KEY, MAIN_KV, WINDOW_KV
+
+MOST = 2**31 - 1  # arrays are indexed by int32
 
 
 def _need(ok: bool, name: str, found: Any, allowed: str) -> None:
@@ -36,6 +40,12 @@ def validate(config: ModelConfig) -> None:
     """Raises `ConfigError` for the first constraint that does not hold."""
     for name in _POSITIVE:
         _need(getattr(config, name) > 0, name, getattr(config, name), "a value above 0")
+    for name, value in ((f.name, getattr(config, f.name)) for f in fields(config)):
+        for number in value if isinstance(value, tuple) else (value,):
+            _need(type(number) is not int or -MOST <= number <= MOST, name, number, f"whole numbers up to {MOST}")
+    for pair in (("num_attention_heads", "head_dim"), ("candidate_topk_blocks", "candidate_block_size")):
+        product = prod(getattr(config, name) for name in pair)
+        _need(product <= MOST, " * ".join(pair), product, f"up to {MOST}")
     for name, value in _FIXED.items():
         _need(getattr(config, name) == value, name, getattr(config, name), repr(value))
     _need(config.dtype in ("bfloat16", "float32"), "dtype", config.dtype, "'bfloat16' or 'float32'")

@@ -1,6 +1,7 @@
 """`dsv41 analyze`: the report's numbers to their last digit, and each formula beside what this code's trees and steps count."""
 
 import json
+from collections import Counter
 from functools import cache
 
 import jax
@@ -14,7 +15,7 @@ from dsv41.analyze.command import subject
 from dsv41.analyze.contexts import USUAL
 from dsv41.analyze.costs import CORE, SCORES, Reads, cache_bytes, crossover, decode_flops, prefill_flops
 from dsv41.analyze.own import own_model
-from dsv41.config import preset, replace
+from dsv41.config import preset, replace, save_config
 from dsv41.params import count_parameters, text_specs
 from tests.models import tiny_config
 
@@ -30,6 +31,14 @@ TINY = {
     "tiny": tiny_config(),
     "V4 form": tiny_config(hc_single_pass=False, num_hash_layers=2),
     "no pool": tiny_config(candidate_source_layer_id=-1),
+    "Engram in the decoder": tiny_config(engram_layer_ids=(1, 3)),
+    "no encoder": tiny_config(
+        compress_ratios=(1,) * 6,
+        kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0, 4),
+        candidate_source_layer_id=-1,
+    ),
+    "odd ratios": tiny_config(compress_ratios=(0, 5, 5, 3, 3, 3)),
     "ratio 4": tiny_config(compress_ratios=(0, 4, 4, 1, 1, 1)),
     "window only": tiny_config(
         compress_ratios=(0,) * 6,
@@ -171,6 +180,14 @@ def test_a_step_multiplies_what_its_formula_says(name, tokens, capacity):
     assert found == steps.as_run(config, model(name), tokens, capacity)
 
 
+def test_rows_of_odd_ratios_agree(capsys, tmp_path):
+    """Bytes a token are no whole numbers, and no exact floats, where a row stands for 3, 5 or 25 tokens."""
+    for ratios in ((0, 5, 5, 3, 3, 3), (0, 25, 25, 8, 8, 8)):
+        save_config(tiny_config(compress_ratios=ratios), tmp_path / "config.json")
+        for what in ("kv", "memory"):
+            assert cli.run(["analyze", what, "--config", str(tmp_path)]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("context", [4096, 1 << 20])
 def test_the_release_decodes_within_three_percent_of_the_formula(context):
     """Abstractly, nothing is allocated. Above the formula stand the window's row that is about to leave it, the index heads'
@@ -187,23 +204,49 @@ def test_the_release_decodes_within_three_percent_of_the_formula(context):
     assert found == steps.as_run(config, m, 1, context)
 
 
-def test_the_release_prefills_as_its_formula_says():
-    config, m, context = OWN["flash"], model("flash"), 1 << 20
-    found = counted.counted_products(config, 4096, context)
-    assert found == steps.as_run(config, m, 4096, context)
-    need = steps.needed(m, 4096, context)
-    # Parts without static padding are what the model needs.
-    for part in (
-        "attention projections",
-        "compressors",
-        "index queries",
-        "router",
-        "shared experts",
-        "Engram projections",
-        "head",
-    ):
-        assert found[part] == need[part]
-    assert all(found[part] > need[part] for part in ("routed experts", CORE, SCORES))
+@pytest.mark.parametrize(
+    ("name", "tokens", "rows"),
+    [
+        ("toy", 300, 32),
+        ("tiny", 40, 4),
+        ("tiny", 40, 0),
+        ("tiny", 3, 4),
+        ("V4 form", 9, 2),
+        ("Engram in the decoder", 9, 4),
+        ("no encoder", 9, 4),
+    ],
+)
+def test_a_chunk_of_a_prompt_multiplies_what_its_formula_says(name, tokens, rows):
+    config = OWN[name]
+    found = counted.counted_products(config, tokens, 480, rows)
+    assert found == steps.as_run(config, model(name), tokens, 480, rows)
+
+
+@pytest.mark.parametrize("context", [4096, 1 << 20])
+def test_the_release_prefills_as_its_formula_says(context):
+    config, m = OWN["flash"], model("flash")
+    found: Counter[str] = Counter()
+    for times, tokens, rows in steps.chunks(config, m, context):
+        count = counted.counted_products(config, tokens, context, rows)
+        found.update({part: times * macs for part, macs in count.items()})
+    assert found == steps.prompt_as_run(config, m, context, context)
+    need, costs = steps.prompt_needed(m, context), steps.formats(m)
+    # One formula in two forms: by part, and with the decoder's part of each under "tail".
+    assert sum(2 * costs[p] * n for p, n in need.items()) == pytest.approx(sum(prefill_flops(m, context).values()), rel=1e-12)
+    # Parts without static padding are what the model needs, the streams' mixing but for what is settled twice.
+    padded = {"routed experts", CORE, SCORES}
+    assert all(found[part] == need[part] for part in need.keys() - padded - {"mHC", "index keys"})
+    assert all(found[part] > need[part] for part in padded)
+
+
+@pytest.mark.parametrize("name", ["tiny", "window only"])
+def test_chunks_are_the_prompt(name):
+    config, m = OWN[name], model(name)
+    for context in (1, 127, 128, 129, 256, 300):
+        found = steps.chunks(config, m, context)
+        assert sum(times * tokens for times, tokens, _ in found) == context
+        assert all(tokens <= 32 * config.sliding_window for _, tokens, _ in found)
+        assert found[-1][0] == 1 and found[-1][2] == m.tail
 
 
 def test_the_counter_on_products_worked_by_hand():

@@ -16,6 +16,7 @@ from dsv41 import cli
 from infer.generate import Generation, Speed
 from train.loop import TrainOptions
 from train.recipes import RECIPES
+from train.run import OWN
 
 
 def _error(capsys, *argv: str) -> str:
@@ -102,6 +103,10 @@ def test_mistakes_in_arguments_are_one_line_too(capsys):
     assert "error: --lr: found 'x', allowed is a number\n" in _error(capsys, "train", "--lr", "x")
     assert "SRC A folder" in _error(capsys, "convert")
     assert "--checkpoint" in _error(capsys, "generate", "--prompt", "x")
+    # To Python an empty path is the current folder.
+    for argv in (("train", "--out", ""), ("train", "--config="), ("demo", "--out="), ("eval", "--checkpoint", "")):
+        assert f"error: {argv[1].strip('=')}: found '', allowed is a path\n" in _error(capsys, *argv)
+    assert "--config: found beside --preset toy" in _error(capsys, "train", "--preset", "toy", "--config", "x")
     with pytest.raises(SystemExit) as found:
         cli.run(["--help"])
     assert found.value.code == 0
@@ -224,6 +229,6 @@ def test_train_arguments_are_the_options_of_the_loop():
     defaults = lambda kind: {f.name: f.default for f in dataclasses.fields(kind)}  # noqa: E731
     mine, theirs = defaults(cli.Train), defaults(TrainOptions)
     assert mine.keys() == theirs.keys()
-    # Not given is not the default where a recipe suggests another value.
-    suggested = {name for recipe in RECIPES.values() for name in recipe.suggests}
+    # Not given is not the default where a recipe suggests another value, or the run has one.
+    suggested = {*OWN, *(name for recipe in RECIPES.values() for name in recipe.suggests)}
     assert {name: theirs[name] if mine[name] is None and name in suggested else mine[name] for name in mine} == theirs

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,9 @@ from bench.train_cost import Options, place
 from dsv41.config import PRESETS
 from dsv41.errors import UserError
 from tests.models import tiny_config
+
+ROOT = Path(__file__).parents[1]
+REMATS = {"none": "nothing", "attention": "attention sites", "block": "blocks"}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,16 @@ def test_a_row_has_every_scope_and_what_is_computed_again(monkeypatch, tmp_path,
     assert sum(row["scopes"].values()) == pytest.approx(row["traced_seconds"])
     assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"]) and row["temporary_bytes"] > 0
     assert "remat block" in capsys.readouterr().out
+
+
+def test_the_page_has_the_results_of_the_gpu():
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    for row in json.loads((ROOT / "bench" / "results" / "train_cost_h200.json").read_text()):
+        spent = row["scopes"]
+        share = lambda part: f"{sum(s for n, s in spent.items() if part in n.split('.')) / sum(spent.values()):.0%}"  # noqa: B023, E731
+        parts = " | ".join(map(share, ("attention", "moe", "optimizer", "mhc", "again")))
+        taken = f"{row['temporary_bytes'] / 1e9:.1f} | {row['state_bytes'] / 1e9:.1f}"
+        assert f"| `{row['preset']}` | {REMATS[row['remat']]} | {parts} | {taken} |" in page
 
 
 def test_an_unknown_policy_is_refused():

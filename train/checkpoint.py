@@ -14,6 +14,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,17 +37,30 @@ _PARTIAL, _REMOVED = ".partial", ".removed"
 _LEFTOVER = re.compile(rf"[0-9]+(\{_PARTIAL}|\{_REMOVED})(\..*)?")
 _TENSORSTORE_ERRNO = re.compile(r"os_error_code='(\d+)'")
 _CHUNK = 1 << 24
+# After a save that failed: seconds between looks for what its threads still write, looks without any, and looks at most.
+_PAUSE, _CALM, _LOOKS = 0.05, 4, 100
 _WRITER = ThreadPoolExecutor(1)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax logs the tracebacks of its threads besides raising what they raised."""
+    """Orbax logs the tracebacks of its threads besides raising what they raised.
+
+    Where one array fails it closes its event loop, which TensorStore's threads then call for all the others, each with a
+    traceback of its own, also some time later.
+    """
     logger = logging.getLogger("absl")
-    level = logger.level
+    level, hook = logger.level, sys.unraisablehook
+
+    def unraisable(found: Any) -> None:
+        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
+            hook(found)
+
     logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = unraisable
     try:
         yield
+        sys.unraisablehook = hook
     finally:
         logger.setLevel(level)
 
@@ -99,6 +114,8 @@ def _is_manifest(value: Any) -> bool:
 
     if not isinstance(value, dict) or not all(isinstance(value.get(part), dict) for part in ("meta", "arrays", "files")):
         return False
+    if type(value.get("step", 0)) is not int:
+        return False
     arrays = itertools.chain(*(item.values() if isinstance(item, dict) else [None] for item in value["arrays"].values()))
     return all(map(is_array, arrays)) and all(_are_sizes(checksum) and len(checksum) == 2 for checksum in value["files"].values())
 
@@ -114,6 +131,12 @@ def _checksum(file: Path) -> list[int]:
         while chunk := stream.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return [size, crc]
+
+
+def _files(folder: Path) -> list[str]:
+    """The files below ``folder``, sorted, without hidden ones, which operating systems leave behind and Orbax does not write."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _sync(path: Path) -> None:
@@ -171,11 +194,11 @@ class Checkpoints:
             self._clean()
             with _quiet():
                 ocp.save_checkpointables(partial, items)
-            files = sorted(path for path in partial.rglob("*") if path.is_file())
             manifest = {
+                "step": step,
                 "meta": meta,
                 "arrays": {name: _described(flat) for name, flat in items.items()},
-                "files": {path.relative_to(partial).as_posix(): _checksum(path) for path in files},
+                "files": {name: _checksum(partial / name) for name in _files(partial)},
             }
             (partial / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
             _sync(partial / _MANIFEST)
@@ -186,7 +209,13 @@ class Checkpoints:
                 self._retire(old)
             self._clean()
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            self._clean()
+            # TensorStore's threads go on for a moment, and make the folder again for what they write.
+            calm = 0
+            for _ in range(_LOOKS):
+                calm = 0 if self._clean() else calm + 1
+                if calm == _CALM:
+                    break
+                time.sleep(_PAUSE)
             raise UserError(f"checkpoints: cannot write step {step} to {str(self._directory)!r} ({_reason(error)})") from error
 
     def save_behind(self, step: int, state: Any, meta: dict[str, Any]) -> None:
@@ -264,10 +293,14 @@ class Checkpoints:
             manifest = json.loads((self._directory / str(step) / _MANIFEST).read_text(encoding="utf-8"))
             if not _is_manifest(manifest):
                 raise TypeError("of another form")
+            # Absent in those of an older version.
+            written = manifest.get("step", step)
         except OSError as error:
             raise UserError(f"{self._where(step)}: cannot read {_MANIFEST} ({_reason(error)})") from error
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{self._where(step)}: {_MANIFEST} is damaged") from error
+        if written != step:
+            raise UserError(f"{self._where(step)} is damaged: what it holds was written as step {written}")
         return manifest
 
     def _load(self, step: int, manifest: dict[str, Any], abstract: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -302,8 +335,12 @@ class Checkpoints:
             raise UserError(f"{self._where(step)} is of another model: {wrong[0]}{more}")
 
     def _check_files(self, step: int, files: dict[str, Any], unread: set[str]) -> None:
+        read = lambda name: name.partition("/")[0] not in unread  # noqa: E731
+        for name in _files(self._directory / str(step)):
+            if name not in files and name != _MANIFEST and read(name):
+                raise UserError(f"{self._where(step)} is damaged: {name} has no checksum")
         for name, checksum in files.items():
-            if name.partition("/")[0] in unread:
+            if not read(name):
                 continue
             try:
                 found = _checksum(self._directory / str(step) / name)
@@ -319,12 +356,15 @@ class Checkpoints:
         if folder.exists():
             folder.rename(self._directory / f"{step}{_REMOVED}")
 
-    def _clean(self) -> None:
-        """Removes what saves and removals that were cut short left behind."""
+    def _clean(self) -> bool:
+        """Removes what saves and removals that were cut short left behind; whether there was anything."""
+        found = False
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(self._directory)):
                 if _LEFTOVER.fullmatch(entry.name):
+                    found = True
                     shutil.rmtree(entry.path, ignore_errors=True)
+        return found
 
 
 def _say(described: list[Any] | None) -> str:

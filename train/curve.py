@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsv41.files import replacing
+
 _SMOOTHING = 0.95
 
 
@@ -73,5 +75,6 @@ def plot_losses(
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(file)
+    with replacing(file) as partial:
+        figure.savefig(partial, format=file.suffix[1:])
     pyplot.close(figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv41.config import preset
 from dsv41.errors import UserError
-from dsv41.files import make_writable, write_text
+from dsv41.files import locked, make_writable, write_text
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import cache_bytes_per_token
 from dsv41.show import printable
@@ -126,10 +126,16 @@ def demo(seconds: float, out: Path) -> int:
     if not seconds > 0:
         raise UserError(f"seconds: found {seconds}, allowed is a number above 0")
     make_writable(out)
+    with locked(out, user="a demo"):
+        return _demo(seconds, out)
+
+
+def _demo(seconds: float, out: Path) -> int:
     # Made whole by this function alone; anything else in the folder stays.
     run = out / "run"
-    if (run / "run.json").exists():
-        shutil.rmtree(run)
+    with locked(run):
+        if (run / "run.json").exists():
+            shutil.rmtree(run)
     result = train(TrainOptions(out=run, steps=0, max_seconds=seconds, checkpoint_every=10**9, keep=1))
     with Report() as progress:
         progress.phase("counting the byte model")

@@ -20,7 +20,9 @@ Diagnose = Callable[[TextParams, Any, Any], dict[str, jax.Array]]
 
 
 def _mean(values: Array, where: Bool[Array, "*s"]) -> Float32[Array, ""]:
-    return jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(jnp.sum(where.astype(jnp.float32)), 1.0)
+    """NaN where nothing is to be measured."""
+    count = jnp.sum(where.astype(jnp.float32))
+    return jnp.where(count > 0, jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(count, 1.0), jnp.nan)
 
 
 def attention_mass(
@@ -68,8 +70,8 @@ def make_diagnose(config: ModelConfig, policy: Policy, token_map: Any) -> Diagno
     ``index_recall.L``: of the attention that layer L, an index source, would pay all visible entries, the share that its
     selection catches; ``index_recall_of_best.L``: of what the best selection of that size would catch. ``pool_recall.L``: of
     what layer L would select without a pool, the share inside it; ``pool_mass.L``: of its attention. These are means over
-    queries that see more entries than they select. ``engram_gate.L``: mean gate over live tokens and streams.
-    ``engram_row_growth.L``: RMS of the table rows that were read, over that of initial ones.
+    queries that see more entries than they select, NaN where there are none. ``engram_gate.L``: mean gate over live tokens and
+    streams. ``engram_row_growth.L``: RMS of the table rows that were read, over that of initial ones.
     """
     fold = jnp.asarray(token_map, jnp.int32)
 

@@ -1,6 +1,6 @@
 """`dsv41 eval`: a run's bits per byte, what it recalls at which depth of which length, and what its selections catch."""
 
-import json
+import math
 from typing import Any
 
 import jax
@@ -10,36 +10,49 @@ import numpy as np
 from dsv41.commands import Eval
 from dsv41.config import ModelConfig
 from dsv41.config import replace as configure
-from dsv41.errors import UserError
+from dsv41.errors import UserError, nearest
+from dsv41.files import to_json
 from dsv41.model import features
 from dsv41.numerics import PACKED, Policy
 from dsv41.show import print_table
 from infer.model import Model, load_model
 from train.corpus import load_corpus, split_corpus
-from train.data import Batch
+from train.data import Batch, check_stream
 from train.diagnose import make_diagnose
 from train.losses import head_logits
+from train.options import MOST, check_batch, memory, tree_bytes
 from train.packing import Packed, check_length, pack
+from train.run import own_data
 from train.stage import score
 from train.step import TrainState, make_eval_step
-from train.synthetic import TASKS, make_row, task_accuracy, to_task_batch
+from train.synthetic import TASKS, least_length, make_row, task_accuracy, to_task_batch
 from train.tokenizer import encode_documents, token_bytes
 
 _DIAGNOSED_TOKENS = 4096
 
 
 def _check(options: Eval, model: Model) -> None:
+    """Raises `UserError` for options that cannot be used, or not on this machine."""
     for name in ("batch_size", "rows"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name}: found {getattr(options, name)}, allowed is 1 or more; nearest is 1")
+        if not 1 <= (value := getattr(options, name)) <= MOST:
+            raise UserError(f"{name}: found {value}, allowed is 1 to {MOST}; nearest is {min(max(value, 1), MOST)}")
+    check_stream(options.batch_size, options.seed)
     for depth in options.depths:
         if not 0 <= depth <= 1:
             raise UserError(f"depths: found {depth}, allowed is 0 to 1")
-    check_length(options.length, model.config.document_alignment)
-    rng = np.random.default_rng(0)
     for task in options.tasks:
-        for length in options.lengths or (options.length,):
-            make_row(task, None, length, model.config.vocab_size, 0.0, rng)
+        if task not in TASKS:
+            raise UserError(f"tasks: found {task!r}, allowed are {', '.join(TASKS)}{nearest(task, TASKS)}")
+    # The shortest row of each, for what a task asks of the vocabulary.
+    for task in options.tasks:
+        make_row(task, None, least_length(task), model.config.vocab_size, 0.0, np.random.default_rng(0))
+    least, why = max(map(least_length, options.tasks), default=3), f"for tasks {' '.join(options.tasks)}"
+    check_length(options.length, model.config.document_alignment, *(() if options.lengths or not options.tasks else (least, why)))
+    for length in options.lengths:
+        check_length(length, 1, least, why, "lengths")
+    for name, lengths in (("length", (options.length,)), ("lengths", options.lengths)):
+        for length in lengths:
+            check_batch(model.config, tree_bytes(model.params), memory(), options.batch_size, length, name=name)
 
 
 def _answers(model: Model, policy: Policy) -> Any:
@@ -80,14 +93,14 @@ def _stretch(hay: np.ndarray, at: int, length: int) -> np.ndarray:
 
 
 def evaluate(options: Eval) -> dict[str, Any]:
-    """Everything that `dsv41 eval` prints, as JSON; raises `UserError` for what cannot be scored."""
+    """Everything that `dsv41 eval` prints, NaN where there was nothing to measure; `UserError` for what cannot be scored."""
     model = load_model(options.checkpoint)
     _check(options, model)
     policy = PACKED if options.packed else Policy()
     if options.dense:
         dense = dense_selection(model.config, max((options.length, *options.lengths)))
         model = Model(model.params, dense, model.tokenizer, model.token_map, model.step)
-    _, documents = split_corpus(load_corpus(options.data))
+    _, documents = split_corpus(load_corpus(own_data(options.checkpoint) if options.data is None else options.data))
     ids = encode_documents(model.tokenizer, documents)
     packed = pack(ids, options.length, model.config.document_alignment)
     state = TrainState(model.params, None, jnp.int32(model.step))
@@ -121,7 +134,7 @@ def run(options: Eval) -> int:
     """Prints `evaluate`'s findings, as tables or JSON; 0."""
     found = evaluate(options)
     if options.json:
-        print(json.dumps(found))
+        print(to_json(found))
         return 0
     print(f"step {found['step']}, held-out bits per byte: {found['bits_per_byte']:.4f}")
     cells = {(row["task"], row["length"], row["depth"]): row["accuracy"] for row in found["tasks"]}
@@ -130,7 +143,7 @@ def run(options: Eval) -> int:
         columns = ["task", "length", *(f"depth {depth:g}" for depth in options.depths)]
         rows = [[task, f"{length}", *(f"{cells[task, length, d]:.2f}" for d in options.depths)] for task, length in kinds]
         print_table(columns, [(row, None) for row in rows], "rows whose whole answer is the likeliest", right=columns[1:])
-    inside = [([name, f"{value:.4f}"], None) for name, value in found["inside"].items()]
+    inside = [([name, f"{value:.4f}" if math.isfinite(value) else "-"], None) for name, value in found["inside"].items()]
     if inside:
         print_table(["inside", "value"], inside, "means over held-out rows", right=["value"])
     return 0

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
-from dsv41.files import write_text
+from dsv41.files import locked, to_json, write_text
 from dsv41.params import text_specs
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
@@ -27,10 +27,10 @@ from train.data import Batch, Prepared, prepare
 from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
-from train.options import TrainOptions, check_options
+from train.options import BEST, CHECKPOINTS, METRICS, TrainOptions, check_options
 from train.progress import Report
 from train.recipes import stages
-from train.run import Run, check_options_same, check_same, identity, read_run, write_run
+from train.run import Run, check_options_same, check_same, identity, model_option, read_run, sources, write_run
 from train.stage import Examiner, StageData
 from train.step import TrainState, make_train_step
 from train.tokenizer import cache_root
@@ -43,7 +43,8 @@ _FEW_STEPS = 50
 _RESERVE = 0.95
 # Held-out rows scored before the first step; the score after the last one takes all.
 _FIRST_SCORE_ROWS = 64
-CHECKPOINTS, BEST = "checkpoints", "best"
+# Steps skipped in a row after which a run has diverged, or half of a shorter run's.
+_SKIPPED = 20
 # What is read of a record of metrics.jsonl.
 _RECORD = {"step": int, "ce": float, "loss": float}
 
@@ -86,6 +87,8 @@ def _read_metrics(file: Path, last: int) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 break
+            if isinstance(record, dict):
+                record = {name: math.nan if value is None else value for name, value in record.items()}
             if not isinstance(record, dict) or not all(type(record.get(k)) is t for k, t in _RECORD.items()):
                 break
             if record["step"] <= last:
@@ -139,15 +142,15 @@ def train(options: TrainOptions) -> TrainResult:
     """Trains, or goes on with, the run in ``options.out``; a checkpoint of the last step is always there at the end.
 
     A run that was stopped and resumed ends with the same numbers as one that was not. Raises `UserError` for options
-    that cannot be used, and for a folder with a run of other options.
+    that cannot be used, for a folder with a run of other options or one at work, and for a run that diverged.
     """
-    with Report() as report:
-        return _train(options, report)
-
-
-def _train(options: TrainOptions, report: Report) -> TrainResult:
     began = time.monotonic()
     config = check_options(options)
+    with Report() as report, locked(options.out):
+        return _train(options, config, report, began)
+
+
+def _train(options: TrainOptions, config: ModelConfig, report: Report, began: float) -> TrainResult:
     out = options.out
     checkpoints, best = Checkpoints(out / CHECKPOINTS, options.keep), Checkpoints(out / BEST, 1)
     latest = checkpoints.latest()
@@ -162,50 +165,63 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
     plan = stages(options, config, total)
     facts = identity(options, config, prepared, [stage.first for stage in plan])
 
-    report.phase("drawing the initial weights", quiet=True)
-    state = devices.init(options.seed)
     resumed = 0
     scores: list[Score] = []
+
+    def keep_run() -> None:
+        kept = total if run is None or total > resumed else run.total
+        write_run(out, Run(facts, kept, tuple(scores), sources(options)))
+
     if run is not None and latest is not None:
-        check_same(run, facts, out)
+        check_same(run, facts, out, model_option(options))
         report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, devices.target())
         state = devices.restored(state)
         resumed = int(state.step)
+        if resumed != latest:
+            raise UserError(f"checkpoint {str(out / CHECKPOINTS / str(latest))!r} is damaged: it holds step {resumed}")
+        report.say(f"resumed from step {resumed}")
+        if run.total and total > resumed and total != run.total:
+            report.say(f"{total} steps in place of {run.total}: from here on the learning rate is that of a run of {total} steps")
         scores = [found for found in run.scores if found.step <= resumed]
     else:
-        out.mkdir(parents=True, exist_ok=True)
+        report.phase("drawing the initial weights", quiet=True)
+        state = devices.init(options.seed)
         save_config(config, out / "config.json")
         write_text(out / "tokenizer.json", prepared.tokenizer.to_str())
-        write_run(out, Run(facts, total))
+    keep_run()
     report.phase(f"optimizer state: {_say_bytes(optimizer_report(text_specs(config), options.engram_rows))}")
 
-    records = _read_metrics(out / "metrics.jsonl", resumed) if resumed else []
-    write_text(out / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    records = _read_metrics(out / METRICS, resumed) if resumed else []
+    write_text(out / METRICS, "".join(to_json(r) + "\n" for r in records))
     schedule = warmup_hold_cosine(total, options.lr) if total else None
     done = saved = resumed
-    tokens, training, compile_seconds, timed = 0, 0.0, 0.0, 0.0
+    tokens, training, compile_seconds, timed, due = 0, 0.0, 0.0, 0.0, False
     traced = profile_steps(options.profile)
     examiner: Examiner | None = None
     batches: Iterator[Batch] = iter(())
     train_step: Any = None
 
     def save() -> None:
+        """A checkpoint of the step at hand; before the last one none of a state that skipped steps have left as it was."""
         nonlocal saved
-        if saved != done or (latest is None and done == 0):
+        stale = done < total and all(_skipped(record) for record in records if record["step"] > saved)
+        if (saved != done and not stale) or (latest is None and done == 0):
             checkpoints.save_behind(done, devices.stored(state), {**facts, "total": total})
             saved = done
 
     def examine() -> Score:
-        """The score of the held-out text at hand; the best so far is kept beside the run's checkpoints."""
+        """The score of the held-out text at hand, kept where it is a number; the best so far beside the run's checkpoints."""
         nonlocal scores
         assert examiner is not None
         found = examiner.score(state)
+        if not math.isfinite(found.nats):
+            return found
         whole = [old.bits_per_byte for old in scores if 0 < old.step < done]
         scores = [*(old for old in scores if old.step < done), found]
         if options.eval_every and found.bits_per_byte < min(whole, default=math.inf):
             best.save_behind(done, devices.stored(state), {**facts, "total": total})
-        write_run(out, Run(facts, total, tuple(scores)))
+        keep_run()
         return found
 
     with (
@@ -223,8 +239,9 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
             examiner = Examiner(stage, data.prepared, fold, report, devices)
             if options.evaluate and not done:
                 report.phase("scoring held-out text before training")
-                scores.append(examiner.score(state, _FIRST_SCORE_ROWS))
-                write_run(out, Run(facts, total, tuple(scores)))
+                before = examiner.score(state, _FIRST_SCORE_ROWS)
+                scores += [before] if math.isfinite(before.nats) else []
+                keep_run()
             if (not total or done < total) and done < stage.last:
                 report.phase(f"compiling the training step{f' of phase {stage.name}' if len(plan) > 1 else ''}")
                 compiling = time.monotonic()
@@ -261,12 +278,17 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
                     if done >= _TIMED_STEPS:
                         total = done + max(int(left / (timed / done)), 1)
                         schedule = warmup_hold_cosine(total, options.lr)
-                        write_run(out, Run(facts, total, tuple(scores)))
+                        keep_run()
                         if total < _FEW_STEPS:
                             report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
                 report.step(done, total, values["loss"], tokens / max(training, 1e-9))
-                if done % options.checkpoint_every == 0:
+                due = due or done % options.checkpoint_every == 0
+                if _skipped(record):
+                    # One after it would be of weights that give no number, and push out one of weights that do.
+                    _check_diverged(options, records, total, None if latest is None and not saved else saved)
+                elif due:
                     save()
+                    due = False
             else:
                 continue
             break  # out of time
@@ -274,9 +296,10 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         save()
     if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
-        examine()
+        if not math.isfinite(examine().nats):
+            raise _diverged(options, "the score after the last step is not a number")
     best.wait()
-    write_run(out, Run(facts, total, tuple(scores)))
+    keep_run()
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
     if received:
@@ -294,6 +317,23 @@ def _train(options: TrainOptions, report: Report) -> TrainResult:
         compile_seconds=compile_seconds,
         scores=scores,
     )
+
+
+def _skipped(record: dict[str, Any]) -> bool:
+    return bool(record.get("skipped"))
+
+
+def _check_diverged(options: TrainOptions, records: list[dict[str, Any]], total: int, saved: int | None) -> None:
+    """Raises `UserError` where the last steps were skipped in such a number that no more will be taken."""
+    most = min(_SKIPPED, max(total // 2, 1)) if total else _SKIPPED
+    if len(records) >= most and all(map(_skipped, records[-most:])):
+        first, last = records[-most]["step"], records[-1]["step"]
+        kept = "no checkpoint is kept" if saved is None else f"the last checkpoint is that of step {saved}"
+        raise _diverged(options, f"the loss or gradient of steps {first} to {last} is not finite; {kept}")
+
+
+def _diverged(options: TrainOptions, how: str) -> UserError:
+    return UserError(f"lr: found {options.lr:g}, with which the run diverged: {how}; nearest is a lower rate in another folder")
 
 
 def _say_bytes(report: dict[str, dict[str, int]]) -> str:

@@ -11,8 +11,7 @@ from dsv41.vocabulary import chosen_and_log_z
 
 BALANCE_WEIGHT = 1e-4
 INDEX_KL_WEIGHT = 1.0
-# Logits that are held at once: 128 MiB in float32.
-_MOST_LOGITS = 1 << 25
+MOST_LOGITS = 1 << 25  # held at once: 128 MiB in float32
 
 
 @struct.dataclass
@@ -54,7 +53,7 @@ def chunked_sums(
     head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    most: int = _MOST_LOGITS,
+    most: int = MOST_LOGITS,
     vocab: int | None = None,
 ) -> Sums:
     """`target_sums` of all positions, of which no more than ``most`` logits are there at once, in either pass.

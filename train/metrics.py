@@ -1,16 +1,17 @@
 """Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases where asked; and speed and memory."""
 
 import importlib
-import json
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dsv41.config import ModelConfig
-from dsv41.errors import UserError
+from dsv41.errors import UserError, cause
+from dsv41.files import to_json
 from dsv41.params import spec_leaves, text_specs
 from dsv41.plan import layer_plans
 
@@ -98,16 +99,20 @@ class Log:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of what `write` could not write
+            self._file.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record, which has a ``step``."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """One record, which has a ``step``; JSON lines have null in place of a number that is not finite."""
+        try:
+            self._file.write(to_json(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"out: cannot write {self._file.name!r} ({cause(error)})") from error
         values = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
         if self._board is not None:
             for name, value in values.items():

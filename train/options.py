@@ -18,11 +18,16 @@ from dsv41.sharding import check_mesh, make_mesh, parse_mesh, shard_bytes, torn
 from train.corpus import STDLIB, check_paths
 from train.data import check_stream
 from train.layout import check_rows, check_tokens, state_leaves
+from train.losses import MOST_LOGITS
 from train.packing import check_length
 from train.recipes import check_recipe, stages
 from train.step import init_state
 
-_MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
+MOST = 2**31 - 1  # steps, rows and tokens are counted in int32
+# What a run writes into its folder.
+CHECKPOINTS, BEST, METRICS = "checkpoints", "best", "metrics.jsonl"
+_FILES = ("run.json", "config.json", "tokenizer.json", METRICS, "loss.png", "wandb_id")
+_FOLDERS = (BEST, "profile", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ def check_options(options: TrainOptions) -> ModelConfig:
     """The config, its vocabulary not yet fitted; raises `UserError` for options that no run can have on this machine."""
     if options.steps < 1 and options.max_seconds is None:
         raise UserError(f"steps: found {options.steps} without max_seconds, allowed is 1 or more; nearest is 1")
-    for name, low in (("steps", 0), ("batch_size", 1), ("length", 1), ("checkpoint_every", 1), ("keep", 1)):
+    for name, low in (("steps", 0), ("batch_size", 1), ("checkpoint_every", 1), ("keep", 1)):
         value = getattr(options, name)
-        if not low <= value <= _MOST:
-            raise UserError(f"{name}: found {value}, allowed is {low} to {_MOST}; nearest is {min(max(value, low), _MOST)}")
+        if not low <= value <= MOST:
+            raise UserError(f"{name}: found {value}, allowed is {low} to {MOST}; nearest is {min(max(value, low), MOST)}")
     if not (math.isfinite(options.lr) and options.lr > 0):
         raise UserError(f"lr: found {options.lr}, allowed is a finite number above 0")
     if options.max_seconds is not None and not 0 < options.max_seconds < math.inf:
@@ -86,12 +91,22 @@ def check_options(options: TrainOptions) -> ModelConfig:
         raise UserError(f"accumulate: found {parts}, allowed is a divisor of the {rows} rows of a batch; nearest is {close}")
     check_paths(options.data)
     config = preset(options.preset) if options.config is None else load_config(options.config)
-    config = check_recipe(options, config)
     check_length(options.length, config.document_alignment)
+    config = check_recipe(options, config)
     _check_mesh(options, config)
     _check_room(options, config)
     make_writable(options.out)
+    _check_kinds(options.out)
     return config
+
+
+def _check_kinds(out: Path) -> None:
+    """Raises `UserError` where something else has the name of a file or folder that a run writes."""
+    for name in (*_FILES, *_FOLDERS):
+        path = out / name
+        allowed = "a file" if name in _FILES else "a folder"
+        if path.exists() and not (path.is_file() if name in _FILES else path.is_dir()):
+            raise UserError(f"out: found something else at {str(path)!r}, allowed is {allowed} or nothing there")
 
 
 def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
@@ -115,7 +130,8 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
         )
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Of all arrays, or their shapes, in ``tree``."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -129,34 +145,46 @@ def _step_bytes(config: ModelConfig, rows: int, length: int, parts: int) -> int:
     """Of a batch (three int32 and a float32 a token), and of one part's float32 logits and one indexer's products: a floor."""
     part = -(-rows // parts) * length
     entries = max((length // plan.ratio for plan in layer_plans(config) if plan.selects), default=0)
-    return 16 * rows * length + 4 * part * (config.vocab_size + config.index_n_heads * entries)
+    return 16 * rows * length + 4 * (min(part * config.vocab_size, MOST_LOGITS) + part * config.index_n_heads * entries)
 
 
 def _check_room(options: TrainOptions, config: ModelConfig) -> None:
     """Raises `UserError`, with the numbers, where the model alone or with the batch cannot fit into memory."""
     state = jax.eval_shape(lambda: init_state(config, 0))
-    model, room = _bytes(state) + _bytes(state.params), memory()
+    model, room = tree_bytes(state) + tree_bytes(state.params), memory()
     if options.mesh is not None:
         sizes = parse_mesh(options.mesh)
         devices = math.prod(sizes.values())
         leaves = state_leaves(init_state, config)
         model = devices * (shard_bytes(leaves, sizes) + shard_bytes(leaves.params, sizes))
         room *= devices if jax.local_devices()[0].memory_stats() else 1
-    allowed = f"allowed is what the {room / 1e9:,.1f} GB here hold"
     if model > room:
         raise UserError(
             f"{'preset' if options.config is None else 'config'}: found a model that does not fit: its weights, gradients and"
-            f" optimizer state take {model / 1e9:,.1f} GB, {allowed}; nearest is preset=toy"
+            f" optimizer state take {model / 1e9:,.1f} GB, {_allowed(room)}; nearest is preset=toy"
         )
-    rows, length, parts, align = options.batch_size, options.length, options.accumulate, config.document_alignment
-    needed = _step_bytes(config, rows, length, parts)
+    check_batch(config, model, room, options.batch_size, options.length, options.accumulate)
+
+
+def check_batch(config: ModelConfig, model: int, room: int, rows: int, length: int, parts: int = 1, name: str = "length") -> None:
+    """Raises `UserError`, with the numbers, where a batch cannot fit into ``room`` bytes beside the ``model``'s.
+
+    parts: of the batch, one at a time. name: the option that ``length`` is of.
+    """
+    needed, align = _step_bytes(config, rows, length, parts), config.document_alignment
     if model + needed <= room:
         return
-    name, close = "batch_size", bisect_right(range(1, rows), room - model, key=lambda n: _step_bytes(config, n, length, parts))
+    found, option = rows, "batch_size"
+    close = bisect_right(range(1, rows), room - model, key=lambda n: _step_bytes(config, n, length, parts))
     if not close:
-        lengths = range(align, length, align)
-        name, close = "length", align * max(1, bisect_right(lengths, room - model, key=lambda n: _step_bytes(config, 1, n, 1)))
+        found, option, lengths = length, name, range(align, length, align)
+        close = align * max(1, bisect_right(lengths, room - model, key=lambda n: _step_bytes(config, 1, n, 1)))
     raise UserError(
-        f"{name}: found {getattr(options, name)}, which does not fit: a step's batch, logits and index scores take"
-        f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {allowed}; nearest that may fit is {close}"
+        f"{option}: found {found}, which does not fit: a step's batch, logits and index scores take"
+        f" {needed / 1e9:,.1f} GB or more beside the model's {model / 1e9:,.1f} GB, {_allowed(room)}; nearest that may fit is"
+        f" {close}"
     )
+
+
+def _allowed(room: int) -> str:
+    return f"allowed is what the {room / 1e9:,.1f} GB here hold"

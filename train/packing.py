@@ -19,11 +19,17 @@ class Packed(NamedTuple):
     segments: np.ndarray
 
 
-def check_length(length: int, align: int) -> None:
-    """Raises `UserError` when ``length`` is not a multiple of ``align``, or under 3 (BOS, a token, EOS)."""
-    if length < 3 or length % align:
-        near = max(round(length / align), -(-3 // align), 1) * align
-        raise UserError(f"length: found {length}, allowed is a multiple of {align} and 3 or more; nearest is {near}")
+def check_length(length: int, align: int, least: int = 3, why: str = "", name: str = "length") -> None:
+    """Raises `UserError` when ``length`` is no multiple of ``align``, under ``least`` or past 31 bits.
+
+    least: 3 for BOS, a token and EOS. why: what asks for more, as "for synthetic rows". name: the option.
+    """
+    least, most = -(-least // align) * align, (2**31 - 1) // align * align
+    if not least <= length <= most or length % align:
+        near = min(max(round(min(length, most) / align) * align, least), most)
+        kind = f"a multiple of {align}, " if align > 1 else ""
+        allowed = f"{kind}{least} to {most}{f' {why}' if why else ''}"
+        raise UserError(f"{name}: found {length}, allowed is {allowed}; nearest is {near}")
 
 
 def pack(documents: Sequence[np.ndarray], length: int, align: int) -> Packed:

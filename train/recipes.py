@@ -15,6 +15,7 @@ from dsv41.errors import UserError, nearest
 from dsv41.numerics import Policy
 from dsv41.params import Stored
 from train.metrics import check_logs, profile_steps
+from train.packing import check_length
 from train.step import StepOptions
 from train.synthetic import TASKS, least_length
 
@@ -157,9 +158,8 @@ def check_recipe(options: Any, config: ModelConfig) -> ModelConfig:
         raise UserError(f"z_loss: found {options.z_loss}, allowed is a finite number, 0 or more; nearest is 0")
     if not 0 <= options.synthetic <= 1:
         raise UserError(f"synthetic: found {options.synthetic}, allowed is 0 to 1")
-    least = max(map(least_length, TASKS))
-    if options.synthetic and options.length < least:
-        raise UserError(f"length: found {options.length}, allowed is {least} or more for synthetic rows; nearest is {least}")
+    if options.synthetic:
+        check_length(options.length, config.document_alignment, max(map(least_length, TASKS)), "for synthetic rows")
     if options.eval_every < 0:
         raise UserError(f"eval_every: found {options.eval_every}, allowed is 0 or more; nearest is 0")
     profile_steps(options.profile)

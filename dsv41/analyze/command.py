@@ -12,7 +12,7 @@ from dsv41.analyze.own import own_model
 from dsv41.analyze.report import Report, Subject
 from dsv41.commands import Analyze
 from dsv41.config import PRESETS, ModelConfig, config_file, load_config, preset
-from dsv41.errors import UserError, nearest
+from dsv41.errors import UserError, escaped, nearest
 from dsv41.files import check_outputs, write_text
 from dsv41.show import print_table
 
@@ -39,7 +39,7 @@ def _subjects(options: Analyze) -> list[Subject]:
     if options.config is not None:
         if options.preset is not None:
             raise UserError("config: found beside --preset, allowed is one of them")
-        return [_own(load_config(options.config), str(options.config), options.config.resolve().name)]
+        return [_own(load_config(options.config), name := escaped(str(options.config)).replace("\n", "\\n"), name)]
     return [subject(name) for name in ((options.preset,) if options.preset is not None else _COMPARED)]
 
 

@@ -4,7 +4,7 @@ import re
 
 from dsv41.errors import UserError
 
-MOST = 2**31 - 1  # positions are int32
+MOST = 2**30  # positions are int32, and caches are longer by what their length is a multiple of
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 USUAL = (4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 

@@ -18,6 +18,7 @@ from dsv41.model import extend
 from dsv41.numerics import PACKED
 from dsv41.params import ParamSpec, abstract_params, text_specs
 from dsv41.plan import layer_plans
+from dsv41.prefill import prefill
 
 POLICY = replace(PACKED, compute_dtype=jnp.bfloat16)
 # The first of these names on a weight's way through the parameter tree says its part.
@@ -108,18 +109,27 @@ def step_arguments(config: ModelConfig, tokens: int, capacity: int) -> tuple:
     return abstract_params(text_specs(config)), abstract_cache(config, capacity), ids, live, folding
 
 
-def step(config: ModelConfig) -> Any:
-    """`extend` of one request behind a packed cache, of `step_arguments`."""
-    return lambda params, cache, ids, live, folding: extend(params, config, POLICY, cache, ids, live, folding)
+def step(config: ModelConfig, rows: int | None = None) -> Any:
+    """`extend` of one request behind a packed cache, of `step_arguments`; with ``rows``, `prefill` of a chunk of its prompt.
+
+    rows: of the decoder. The prompt ends with the chunk.
+    """
+    if rows is None:
+        return lambda params, cache, ids, live, folding: extend(params, config, POLICY, cache, ids, live, folding)
+
+    def run(params: Any, cache: Cache, ids: Any, live: Any, folding: Any) -> Any:
+        return prefill(params, config, POLICY, cache, ids, live, folding, cache.length + ids.shape[1], rows)
+
+    return run
 
 
 @cache
-def counted_products(config: ModelConfig, tokens: int, capacity: int) -> dict[str, int]:
-    """Multiply-adds of every matrix product in a step of ``tokens`` new tokens, by part; nothing is allocated.
+def counted_products(config: ModelConfig, tokens: int, capacity: int, rows: int | None = None) -> dict[str, int]:
+    """Multiply-adds of every matrix product in a `step` of ``tokens`` new tokens, by part; nothing is allocated.
 
     A product with a weight belongs to the weight's part; of the others `index scores`, the attention's and mHC's.
     """
-    closed = jax.make_jaxpr(step(config))(*step_arguments(config, tokens, capacity))
+    closed = jax.make_jaxpr(step(config, rows))(*step_arguments(config, tokens, capacity))
     parts = [part for part, _ in _spec_parts(config)]
     weights = {v: part for v, part in zip(closed.jaxpr.invars, parts, strict=False) if part not in _NO_PRODUCT}
     found: Counter[str] = Counter()
@@ -182,9 +192,9 @@ def _activation_part(scope: str) -> str:
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 
 
-def compiled_cost(config: ModelConfig, tokens: int, capacity: int) -> dict[str, float]:
+def compiled_cost(config: ModelConfig, tokens: int, capacity: int, rows: int | None = None) -> dict[str, float]:
     """XLA's own count of the compiled step: FLOPs of all operations (a loop's body once), and the kernels of its program."""
-    compiled: Any = jax.jit(step(config)).lower(*step_arguments(config, tokens, capacity)).compile()
+    compiled: Any = jax.jit(step(config, rows)).lower(*step_arguments(config, tokens, capacity)).compile()
     cost = compiled.cost_analysis()
     entry = compiled.as_text().split("\nENTRY ", 1)[1].split("\n}", 1)[0]
     operations = re.findall(r"^ +(?:ROOT )?%?[\w.-]+ = (?:\([^=]*?\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)

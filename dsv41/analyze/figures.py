@@ -1,12 +1,13 @@
 """The pictures of `dsv41 analyze`, in one style for light and for dark pages."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dsv41.analyze.contexts import spell
-from dsv41.analyze.costs import Model, cache_bytes, decode_flops, prefill_flops
+from dsv41.analyze.costs import Model, cache_bytes, crossover, decode_flops, prefill_flops
+from dsv41.analyze.report import unit
 from dsv41.errors import UserError
 from dsv41.files import replacing
 
@@ -15,7 +16,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 _INK = {"light": ("#1f2328", "#ffffff", "#d0d7de"), "dark": ("#e6edf3", "#0d1117", "#30363d")}  # text, ground, grid
 # Told apart by readers who are colour-blind, and in grey; of two lightnesses for the two grounds.
 _COLORS = {
-    "light": ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#5a5a5a", "#56b4e9", "#882255"),
+    "light": ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#5a5a5a", "#2f8fd8", "#882255"),
     "dark": ("#56b4e9", "#ff9e4a", "#2fc49a", "#e08bd0", "#f0e442", "#b0b0b0", "#9ad0f5", "#ff8fa3"),
 }
 # Parts that a picture shows together.
@@ -28,6 +29,9 @@ _GROUPS = {
     "index scores": "index scores",
     "tail": "tail: last window in the decoder",
 }
+_REST = "the rest"
+_GROUP_COLORS = dict(zip((*dict.fromkeys(_GROUPS.values()), _REST), (0, 1, 2, 3, 6, 5), strict=True))
+_TOKENS = "tokens; k = 1024, m = 1024 k"
 
 
 def check_plot(file: Path) -> None:
@@ -101,6 +105,8 @@ def save(figure: Any, file: Path) -> None:
 
 def _lines(axes: Any, models: Sequence[Model], contexts: Sequence[int], value: Any, label: str, unit: str) -> None:
     """A line a model over contexts, its last value at its end."""
+    from matplotlib.ticker import LogLocator
+
     for model, marker in zip(models, "osD^vP*X" * len(models), strict=False):
         values = [value(model, n) for n in contexts]
         (line,) = axes.plot(contexts, values, marker=marker, label=model.title)
@@ -110,6 +116,7 @@ def _lines(axes: Any, models: Sequence[Model], contexts: Sequence[int], value: A
         )
     context_axis(axes, contexts)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}" if y < 1000 else f"{y:,.0f}")
     axes.set_ylabel(label)
 
@@ -119,25 +126,23 @@ def context_axis(axes: Any, contexts: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [spell(n) for n in contexts])
     axes.minorticks_off()
-    axes.set_xlabel("context (tokens; k = 1024)")
+    axes.set_xlabel(f"context ({_TOKENS})")
 
 
 def _stack(axes: Any, contexts: Sequence[int], per_context: Sequence[dict[str, float]], label: str) -> None:
     """A bar a context, its parts on one another in `_GROUPS`."""
-    groups: dict[str, list[float]] = {name: [0.0] * len(contexts) for name in dict.fromkeys(_GROUPS.values())} | {
-        "the rest": [0.0] * len(contexts)
-    }
+    groups = {name: [0.0] * len(contexts) for name in _GROUP_COLORS}
     for n, parts in enumerate(per_context):
         for part, value in parts.items():
-            groups[_GROUPS.get(part, "the rest")][n] += value
+            groups[_GROUPS.get(part, _REST)][n] += value
     bottom = [0.0] * len(contexts)
     for name, values in groups.items():
         if any(values):
-            axes.bar(range(len(contexts)), values, bottom=bottom, width=0.65, label=name)
+            axes.bar(range(len(contexts)), values, bottom=bottom, width=0.65, label=name, color=f"C{_GROUP_COLORS[name]}")
             bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     axes.set_xticks(range(len(contexts)), [spell(n) for n in contexts])
     axes.grid(False, axis="x")
-    axes.set_xlabel("context (tokens; k = 1024)")
+    axes.set_xlabel(f"context ({_TOKENS})")
     axes.set_ylabel(label)
 
 
@@ -148,25 +153,27 @@ def legend_above(axes: Any, title: str) -> None:
     axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9)
 
 
-def _bars(axes: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str], label: str) -> None:
-    """Horizontal bars on a log scale, each with its number."""
+def _dots(
+    axes: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str], label: str, say: Callable[[float], str]
+) -> None:
+    """A dot a name on a log scale, whose start says nothing as a bar's would, each with its number."""
     places = range(len(names))
-    colors = axes._get_lines.get_next_color if len(names) <= 4 else lambda: "C0"
-    bars = axes.barh(places, values, height=0.6, color=[colors() for _ in names])
-    axes.bar_label(bars, labels, padding=4, fontsize=9, color=axes.xaxis.label.get_color())
+    axes.scatter(values, places, s=70, color=[f"C{n if len(names) <= 4 else 0}" for n in places])
+    for place, value, said in zip(places, values, labels, strict=True):
+        axes.annotate(said, (value, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(places, names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlim(min(values) / 4, max(values) * 12)
     axes.minorticks_off()
-    axes.grid(False)
+    axes.xaxis.set_major_formatter(lambda x, _: say(x))
     axes.set_xlabel(label)
 
 
 def _size(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.4g} {unit}"
+    for name in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or name == "GiB":
+            return f"{size:,.4g} {name}"
         size /= 1024
     return ""
 
@@ -174,7 +181,7 @@ def _size(size: float) -> str:
 def _kv(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
     values = [m.bytes_per_token for m in models]
     labels = [f"{v:,.6g}" + (f"  ({v / values[0]:.3g}x)" if n else "") for n, v in enumerate(values)]
-    _bars(axes, [m.title for m in models], values, labels, "cache bytes of each further token (log scale)")
+    _dots(axes, [m.title for m in models], values, labels, "cache bytes of each further token (log scale)", "{:,.0f}".format)
     axes.set_title("Cache bytes by model")
 
 
@@ -183,35 +190,43 @@ def _kv_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> N
     for r in models[0].rows:
         kinds[r.kind] = kinds.get(r.kind, 0) + r.bytes_per_token
     labels = [f"{v:,.6g}" for v in kinds.values()]
-    _bars(axes, list(kinds), list(kinds.values()), labels, "cache bytes of each further token (log scale)")
+    _dots(axes, list(kinds), list(kinds.values()), labels, "cache bytes of each further token (log scale)", "{:,.0f}".format)
     axes.set_title(f"Cache bytes of {models[0].title}")
 
 
 def _flops(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
     value = lambda m, n: sum(decode_flops(m, n).values()) / 1e9  # noqa: E731
     _lines(axes, models, contexts, value, "GFLOPs of a decoded token (log scale)", "GFLOPs")
+    least = crossover(models[0], models[1], 1 << 20)
+    if least and contexts[0] < least < contexts[-1]:
+        axes.axvline(least, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
+        said = f"{models[0].title} is below\n{models[1].title} from {least:,}"
+        axes.annotate(said, (least, 1), (-6, -4), ("data", "axes fraction"), "offset points", ha="right", va="top", fontsize=9)
     axes.set_title("Decode by context")
 
 
 def _flops_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
-    parts = [{part: v / 1e9 for part, v in decode_flops(models[0], n).items()} for n in contexts]
-    _stack(axes, contexts, parts, "GFLOPs of a decoded token")
+    found = [decode_flops(models[0], n) for n in contexts]
+    size, letter = unit(sum(found[0].values()))
+    _stack(axes, contexts, [{part: v / size for part, v in p.items()} for p in found], f"{letter}FLOPs of a decoded token")
     legend_above(axes, f"Decode of {models[0].title} by part")
 
 
 def _prefill(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
     value = lambda m, n: sum(prefill_flops(m, n).values()) / n / 1e9  # noqa: E731
     _lines(axes, models, contexts, value, "GFLOPs of each token of a prompt (log scale)", "GFLOPs")
-    axes.set_xlabel("prompt (tokens; k = 1024)")
+    axes.set_xlabel(f"prompt ({_TOKENS})")
     axes.set_title("Prefill by length of the prompt")
 
 
 def _prefill_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
     model = models[0]
-    parts = [{part: v / n / 1e9 for part, v in prefill_flops(model, n).items()} for n in contexts]
-    _stack(axes, contexts, parts, "GFLOPs of each token of a prompt")
+    found = [{part: v / n for part, v in prefill_flops(model, n).items()} for n in contexts]
+    size, letter = unit(sum(found[0].values()))
+    parts = [{part: v / size for part, v in p.items()} for p in found]
+    _stack(axes, contexts, parts, f"{letter}FLOPs of each token of a prompt")
     if model.tail is not None:
-        every = [sum(prefill_flops(model, n, every_layer=True).values()) / n / 1e9 for n in contexts]
+        every = [sum(prefill_flops(model, n, every_layer=True).values()) / n / size for n in contexts]
         axes.plot(
             range(len(contexts)),
             every,
@@ -220,7 +235,7 @@ def _prefill_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int])
             linewidth=1.2,
             label="every layer for every token",
         )
-    axes.set_xlabel("prompt (tokens; k = 1024)")
+    axes.set_xlabel(f"prompt ({_TOKENS})")
     legend_above(axes, f"Prefill of {model.title} by part")
 
 
@@ -242,7 +257,7 @@ def _params(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None
 def _params_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
     weights = sorted(models[0].weights, key=lambda w: -w.size)
     labels = [f"{w.size:,}" for w in weights]
-    _bars(axes, [w.part for w in weights], [w.size for w in weights], labels, "parameters (log scale)")
+    _dots(axes, [w.part for w in weights], [w.size for w in weights], labels, "parameters (log scale)", "{:,.0f}".format)
     axes.set_title(f"Parameters of {models[0].title}")
 
 
@@ -253,9 +268,15 @@ def _memory(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None
 
 
 def _memory_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
+    from matplotlib.ticker import LogLocator
+
     kinds = {kind: size for kind, size in cache_bytes(models[0], contexts[-1]).items() if size}
     labels = [_size(size) for size in kinds.values()]
-    _bars(axes, list(kinds), list(kinds.values()), labels, "bytes (log scale)")
+    _dots(axes, list(kinds), list(kinds.values()), labels, "bytes (log scale)", _size)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1,), numticks=9))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda x, _: _size(x))
     total = sum(kinds.values())
     axes.set_title(f"Cache of a request of {models[0].title} at {spell(contexts[-1])} tokens: {_size(total)}")
 

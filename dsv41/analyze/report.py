@@ -1,14 +1,19 @@
 """What `dsv41 analyze` says: rows for machines, a table for people, closing lines; of one model, or of several side by side."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv41.analyze import counted, steps
 from dsv41.analyze.contexts import spell
-from dsv41.analyze.costs import Model, cache_bytes, crossover, decode_flops, prefill_flops
+from dsv41.analyze.costs import CORE, SCORES, Model, cache_bytes, crossover, decode_flops, prefill_flops
 from dsv41.analyze.own import own_model
 from dsv41.config import ModelConfig, replace
+from dsv41.errors import UserError
+from dsv41.prefill import halo_rows
+from dsv41.validate import MOST
 
 Row = dict[str, Any]
 TOTAL = "all"
@@ -62,7 +67,7 @@ def _count(number: int) -> str:
     return f"{number / size:,.2f}{letter}" if letter else str(number)
 
 
-def _scale(least: float) -> tuple[float, str]:
+def unit(least: float) -> tuple[float, str]:
     """The unit in which ``least`` is one or more: its size and the letter before it."""
     return next(((size, letter) for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if least >= size), (1e3, "k"))
 
@@ -107,18 +112,21 @@ def _kv_of_one(subject: Subject) -> Report:
     slope, fixed = {}, {}
     if config is not None:
         report.columns.append("counted")
-        unit = counted.alignment(config)
-        low, high = (counted.counted_cache(config, n * unit) for n in (1, 2))
-        slope = {kind: (high[kind] - low[kind]) / unit for kind in high}
+        step = counted.alignment(config)
+        low, high = (counted.counted_cache(config, n * step) for n in (1, 2))
+        slope = {kind: (high[kind] - low[kind]) / step for kind in high}
         fixed = {kind: low[kind] for kind in low if kind in model.fixed}
+        for kind, size in cache_bytes(model, step).items():
+            report.agree(kind if kind in fixed else f"{kind} of {step} tokens", size, low[kind])
+            # Of whole tokens, not of each: a row of several tokens has no whole bytes a token.
+            if kind not in fixed:
+                report.agree(f"{kind} of {2 * step} tokens", cache_bytes(model, 2 * step)[kind], high[kind])
 
     def line(kind: str, per: str, width: int | None, rows: float | None, size: float, count: float | None) -> None:
         row = {"preset": model.name, "kind": kind, "per": per, "row_bytes": width, "rows": rows, "bytes": size}
         report.rows.append(row | ({"counted_bytes": count} if config else {}))
-        cells = ["" if x is None else _plain(x) for x in (width, rows)]
+        cells = ["" if x is None else f"{x:,g}" for x in (width, rows)]
         report.cells.append([kind, *cells, _plain(size), *([_plain(count)] if count is not None else [])])
-        if count is not None:
-            report.agree(kind, size, count)
 
     for kind, width in sorted({(r.kind, r.bytes) for r in model.rows}, reverse=True):
         kept = [r for r in model.rows if (r.kind, r.bytes) == (kind, width)]
@@ -157,6 +165,10 @@ def _parts_table(report: Report, per_context: list[dict[str, float]], scale: flo
     report.cells.append([TOTAL, *(_small(sum(parts.values()) / scale) for parts in per_context)])
 
 
+def _part_columns(parts: dict[str, float], unit: str, scale: float) -> Row:
+    return {f"{unit}.{part}": value / scale for part, value in parts.items()}
+
+
 def _weighted(model: Model, macs: dict[str, int]) -> float:
     """FLOPs of multiply-adds by part, at the cost of the parts' formats; what is no part counts as bfloat16."""
     costs = steps.formats(model)
@@ -164,37 +176,39 @@ def _weighted(model: Model, macs: dict[str, int]) -> float:
 
 
 def _aligned(config: ModelConfig, context: int) -> int:
-    unit = counted.alignment(config)
-    return -(-context // unit) * unit
+    """The next length that a cache can have; raises `UserError` where there is none."""
+    step = counted.alignment(config)
+    length = -(-context // step) * step
+    if length > MOST:
+        raise UserError(f"contexts: found {context}, a cache of multiples of {step} tokens, allowed are caches up to {MOST}")
+    return length
 
 
-def _step(report: Report, subject: Subject, tokens: int, context: int) -> tuple[float, float]:
-    """FLOPs of a step of this code by formula and as counted, which must be the same."""
+def _counted(report: Report, subject: Subject, tokens: int, capacity: int, rows: int | None = None) -> dict[str, int]:
+    """Multiply-adds of a step of this code as counted, which must be its formula's."""
     config = subject.config
     assert config is not None
-    capacity = _aligned(config, context)
-    run = steps.as_run(config, subject.model, tokens, capacity)
-    count = counted.counted_products(config, tokens, capacity)
+    run = steps.as_run(config, subject.model, tokens, capacity, rows)
+    count = counted.counted_products(config, tokens, capacity, rows)
     for part in sorted(run.keys() | count.keys()):
         report.agree(f"{part}, multiply-adds of {tokens} tokens at {capacity}", run.get(part, 0), count.get(part, 0))
-    return _weighted(subject.model, run), _weighted(subject.model, count)
+    return count
 
 
 def _flops_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     model, config = subject.model, subject.config
     split = [decode_flops(model, n) for n in contexts]
-    scale, letter = _scale(sum(split[0].values()))
+    scale, letter = unit(sum(split[0].values()))
     report = Report(f"{letter}FLOPs of a decoded token of {model.title}", [], ["part", *map(spell, contexts)], [])
     _parts_table(report, split, scale)
     report.rows = [
-        {"preset": model.name, "context": n, "gflops": sum(p.values()) / 1e9} for n, p in zip(contexts, split, strict=True)
+        {"preset": model.name, "context": n, "gflops": sum(p.values()) / 1e9} | _part_columns(p, "gflops", 1e9)
+        for n, p in zip(contexts, split, strict=True)
     ]
     if config is not None:
-        found = [_step(report, subject, 1, n) for n in contexts]
-        for row, (_, count) in zip(report.rows, found, strict=True):
-            row["counted_gflops"] = count / 1e9
-        report.cells.append(["step of this code", *(_small(run / scale) for run, _ in found)])
-        report.cells.append(["counted in its jaxpr", *(_small(count / scale) for _, count in found)])
+        for row, n in zip(report.rows, contexts, strict=True):
+            row["counted_gflops"] = _weighted(model, _counted(report, subject, 1, _aligned(config, n))) / 1e9
+        report.cells.append(["counted in its jaxpr", *(_small(row["counted_gflops"] * 1e9 / scale) for row in report.rows)])
         report.cells.append(["counted above all", *(f"{r['counted_gflops'] / r['gflops'] - 1:.2%}" for r in report.rows)])
         _compiled(report, config, 1, contexts[-1])
     return report
@@ -214,6 +228,9 @@ def prefill(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
         if m.tail is not None:
             n = contexts[-1]
             said += f"; {total(m, n) / whole(m, n):.0%} of the cost of every layer at {spell(n)}"
+            if s.config is not None and n > (exact := halo_rows(s.config)):
+                share = total(dataclasses.replace(m, tail=exact), n) / whole(m, n)
+                said += f", {share:.0%} with the decoder on {exact:,} last tokens, which is exact, in place of {m.tail}"
         report.notes.append(said)
     return report
 
@@ -221,48 +238,51 @@ def prefill(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
 def _prefill_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     model, config = subject.model, subject.config
     split = [prefill_flops(model, n) for n in contexts]
-    scale, letter = _scale(sum(split[0].values()))
+    scale, letter = unit(sum(split[0].values()))
     report = Report(f"{letter}FLOPs of a prompt of {model.title}", [], ["part", *map(spell, contexts)], [])
     _parts_table(report, split, scale)
     every = [sum(prefill_flops(model, n, every_layer=True).values()) for n in contexts]
     report.cells.append(["all in every layer", *(_small(e / scale) for e in every)])
     report.rows = [
         {"preset": model.name, "context": n, "tflops": sum(p.values()) / 1e12, "every_layer_tflops": e / 1e12}
+        | _part_columns(p, "tflops", 1e12)
         for n, p, e in zip(contexts, split, every, strict=True)
     ]
     if config is None:
         return report
-    longest = 32 * config.sliding_window
-    found = []
+    above: dict[str, int] = {}
     for row, n in zip(report.rows, contexts, strict=True):
-        tokens = min(n, longest)
-        run, count = _step(report, subject, tokens, n)
-        need = _weighted(model, steps.needed(model, tokens, n))
-        row |= {"step_tokens": tokens, "step_needed_tflops": need / 1e12, "step_tflops": run / 1e12}
-        row["step_counted_tflops"] = count / 1e12
-        found.append((need, run, count))
-    labels = "step, needed", "step of this code", "counted in its jaxpr"
-    for label, values in zip(labels, zip(*found, strict=True), strict=True):
-        report.cells.append([label, *(_small(v / scale) for v in values)])
-    report.cells.append(["counted above step", *(f"{count / run - 1:.2%}" for _, run, count in found)])
+        capacity = _aligned(config, n)
+        run, count = steps.prompt_as_run(config, model, n, capacity), Counter()
+        for times, tokens, rows in steps.chunks(config, model, n):
+            found = _counted(report, subject, tokens, capacity, rows)
+            count.update({part: times * macs for part, macs in found.items()})
+        row |= {"code_tflops": _weighted(model, run) / 1e12, "counted_tflops": _weighted(model, count) / 1e12}
+        above = {part: count[part] - macs for part, macs in steps.prompt_needed(model, n).items()}
+    for label, key in (("this code's chunks", "code_tflops"), ("counted in jaxprs", "counted_tflops")):
+        report.cells.append([label, *(_small(row[key] * 1e12 / scale) for row in report.rows)])
+    report.cells.append(["counted above chunks", *(f"{r['counted_tflops'] / r['code_tflops'] - 1:.2%}" for r in report.rows)])
+    *_, (_, tokens, rows) = last = steps.chunks(config, model, contexts[-1])
+    causes = {"routed experts": "blocks not full", SCORES: "slots not visible yet", CORE: "window blocks"}
+    why = ", ".join(f"{_small(_weighted(model, {p: above[p]}) / scale)} {cause}" for p, cause in causes.items() if above.get(p))
     report.notes.append(
-        f"step: the last {longest:,} tokens at most through every layer of this code, whose static shapes add padding of"
-        " expert blocks, slots not visible yet and window blocks to what is needed"
+        f"chunks of {last[0][1]:,} tokens at most, the reference's static shapes: above all at {spell(contexts[-1])} {why}"
     )
-    _compiled(report, config, min(contexts[-1], longest), contexts[-1])
+    _compiled(report, config, tokens, contexts[-1], rows)
     return report
 
 
-def _compiled(report: Report, config: ModelConfig, tokens: int, context: int) -> None:
+def _compiled(report: Report, config: ModelConfig, tokens: int, context: int, rows: int | None = None) -> None:
     """XLA's count beside ours, of a model of few enough layers to compile at once; its weights need not exist."""
     if config.num_hidden_layers > 8:
         return
     capacity = _aligned(config, context)
-    cost = counted.compiled_cost(config, tokens, capacity)
-    macs = sum(counted.counted_products(config, tokens, capacity).values())
+    cost = counted.compiled_cost(config, tokens, capacity, rows)
+    macs = sum(counted.counted_products(config, tokens, capacity, rows).values())
     report.notes.append(
-        f"compiled step of {tokens:,} at {spell(context)}: XLA counts {cost['flops'] / 1e6:,.2f} MFLOP of all operations, the"
-        f" jaxpr's products are {2 * macs / 1e6:,.2f} MFLOP; {cost['kernels']:.0f} kernels,"
+        f"compiled step of {tokens:,} at {spell(context)}, each format's FLOP as one: XLA counts"
+        f" {cost['flops'] / 1e6:,.2f} MFLOP of all operations, the jaxpr's products are {2 * macs / 1e6:,.2f} MFLOP;"
+        f" {cost['kernels']:.0f} kernels,"
         f" {cost['kernels'] / config.num_hidden_layers:.0f} a layer"
     )
 
@@ -281,8 +301,10 @@ def params(subjects: Sequence[Subject]) -> Report:
 
 def _params_of_one(subject: Subject) -> Report:
     model, config = subject.model, subject.config
-    columns = ["part", "parameters", *(["counted"] if config is not None else []), "active", "in prefill"]
-    report = Report(f"Parameters of {model.title}", [], columns + (["GB"] if config is not None else []), [])
+    columns = ["part", "parameters", *(["counted"] if config is not None else []), "decode", "prefill"]
+    report = Report("", [], columns + (["GB"] if config is not None else []), [])
+    stored = "; GB as released" if config is not None else ""
+    report.title = f"Parameters of {model.title}, and those that a token multiplies in decode and in prefill{stored}"
     counts = counted.counted_weights(config) if config is not None else {}
     for w in model.weights:
         row = {"preset": model.name, "part": w.part, "format": w.format if w.active else None, "parameters": w.size}
@@ -320,13 +342,15 @@ def memory(subjects: Sequence[Subject], contexts: Sequence[int]) -> Report:
     if config is not None:
         counts = [sum(counted.counted_cache(config, _aligned(config, n)).values()) for n in contexts]
         report.cells.append(["counted in the cache", *(_small((size or 0) / 2**20) for size in counts)])
+        if (step := counted.alignment(config)) > 1 and any(n % step for n in contexts):
+            report.notes.append(f"counted at the next multiple of {step} tokens, which a cache's length is")
         weights = counted.counted_weights(config)
         held = sum(one.bytes for one in weights.values())
         tables = weights.get("Engram tables", counted.Counted()).bytes
         report.notes.append(f"weights as released: {held / 1e9:,.2f} GB, of them {tables / 1e9:,.2f} GB Engram tables")
     for n, kinds, count in zip(contexts, split, counts, strict=True):
-        row = {"preset": model.name, "context": n, "mib": sum(kinds.values()) / 2**20}
+        row = {"preset": model.name, "context": n, "mib": sum(kinds.values()) / 2**20} | _part_columns(kinds, "mib", 2**20)
         report.rows.append(row | ({"counted_mib": count / 2**20} if count is not None else {}))
         if config is not None and count is not None and n == _aligned(config, n):
-            report.agree(f"cache at {n}", sum(kinds.values()), count)
+            report.agree(f"cache at {n}", sum(cache_bytes(model, n).values()), count)
     return report

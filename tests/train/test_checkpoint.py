@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from dsv41.errors import UserError
 from dsv41.params import ParamSpec
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, _checksum
 from train.optim import make_optimizer
 
 SPECS = {
@@ -295,6 +295,26 @@ def test_a_manifest_of_another_form_is_one_line(saved, manifest_text, tmp_path, 
     assert all(line.startswith("checkpoint ") and "\n" not in line for line in said)
 
 
+def test_files_without_a_checksum_and_another_step_are_damage(saved, tmp_path):
+    checkpoints, state = saved
+    folder = tmp_path / "run" / "checkpoints" / "3"
+    (folder / "params" / ".nfs0001").write_text("an operating system's")
+    checkpoints.check(3)
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    one = next(name for name in manifest["files"] if name.startswith("params/"))
+    for files in ({}, {name: checksum for name, checksum in manifest["files"].items() if name != one}):
+        (folder / "checkpoint.json").write_text(json.dumps({**manifest, "files": files}))
+        for call in (lambda: checkpoints.restore_params(3, abstract(state.params)), lambda: checkpoints.check(3)):
+            message = error_of(call)
+            assert message.startswith(f"checkpoint {str(folder)!r} is damaged: ") and message.endswith(" has no checksum")
+    (folder / "checkpoint.json").write_text(json.dumps({name: part for name, part in manifest.items() if name != "step"}))
+    checkpoints.check(3)  # as an older version wrote it
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+    folder.rename(folder.with_name("12"))
+    for call in (lambda: checkpoints.restore_params(12, abstract(state.params)), lambda: checkpoints.check(12)):
+        assert error_of(call).endswith("checkpoints/12' is damaged: what it holds was written as step 3")
+
+
 @pytest.mark.usefixtures("failing_loads")
 def test_what_orbax_cannot_read_is_one_line(saved, tmp_path):
     checkpoints, state = saved
@@ -302,7 +322,7 @@ def test_what_orbax_cannot_read_is_one_line(saved, tmp_path):
     manifest = json.loads((folder / "checkpoint.json").read_text())
     path = data_file(folder / "params")
     cut(path)
-    del manifest["files"][str(path.relative_to(folder))]
+    manifest["files"][str(path.relative_to(folder))] = _checksum(path)
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
     assert "cannot read the arrays" in error_of(checkpoints.restore, 3, abstract(state))
 
@@ -328,9 +348,12 @@ def test_a_checkpoint_of_another_model(saved, change, says):
     assert "step is int32[], the model's is int32[2]" in message
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(saved, tmp_path):
+def test_a_full_disk_leaves_the_previous_checkpoint(saved, tmp_path, capfd):
+    """Many arrays, of which the ones behind the first that fails have no event loop left to say so."""
     checkpoints, state = saved
-    big = state.replace(params={"w": jnp.asarray(np.random.default_rng(0).standard_normal((500, 500)), jnp.float32)})
+    rng = np.random.default_rng(0)
+    big = state.replace(params={f"w{n}": jnp.asarray(rng.standard_normal((64, 64)), jnp.float32) for n in range(150)})
+    capfd.readouterr()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -340,6 +363,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(saved, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     assert message == f"checkpoints: cannot write step 4 to {str(folder)!r} (File too large)"
     assert os.listdir(folder) == ["3"]
+    assert capfd.readouterr() == ("", "")
     assert_same_bits(checkpoints.restore(3, abstract(state))[0], state)
     checkpoints.save(4, big, {})
     assert checkpoints.steps() == [3, 4]

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from dsv41.errors import UserError
+from dsv41.files import locked
+from train import demo
 from train.demo import SPEED_BATCHES, _generate, _speed_lines
 
 
@@ -14,6 +16,20 @@ def test_files_in_the_current_folder_do_not_stand_in_for_ours(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"exit code 2: dsv41: error: --checkpoint: found no checkpoint in 'run'"):
         _generate(Path("run"), ["x"])
+
+
+def test_a_demo_keeps_out_of_a_folder_at_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "train", lambda options: (_ for _ in ()).throw(KeyboardInterrupt))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with locked(tmp_path), pytest.raises(UserError, match=r"^out: found a demo at work in "):
+        demo.demo(9.0, tmp_path)
+    with locked(tmp_path / "run"), pytest.raises(UserError, match=r"^out: found a run at work in "):
+        demo.demo(9.0, tmp_path)
+    assert (tmp_path / "run" / "run.json").exists()
+    with pytest.raises(KeyboardInterrupt):
+        demo.demo(9.0, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_speed_is_compared_sequence_by_sequence():

@@ -28,10 +28,12 @@ from infer.model import load_model
 from tests.runs import TEXT, records, small_data
 from train import loop
 from train.checkpoint import Checkpoints
+from train.curve import Score
 from train.data import to_batch
 from train.loop import TrainOptions, fit_vocabulary, train
+from train.metrics import Log
 from train.packing import Packed
-from train.run import read_run, write_run
+from train.run import completed, read_run, write_run
 from train.step import StepOptions, init_state, make_train_step
 from train.tokenizer import train_tokenizer
 
@@ -126,28 +128,20 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
     for name in ("prepare", "make_train_step", "Examiner", "Devices"):
         monkeypatch.setattr(loop, name, lambda *a: pytest.fail("started to work"))
-    argv = [
-        "train",
-        "--out",
-        str(options.out),
-        "--preset",
-        "tiny",
-        "--data",
-        *options.data,
-        "--batch-size",
-        "6",
-        "--accumulate",
-        "2",
-        "--length",
-        "64",
-    ]
-    for steps in (10, 4):
-        assert cli.run([*argv, "--steps", str(steps)]) == 0
+    argv = ["train", "--out", str(options.out)]
+    same = ["--preset", "tiny", "--data", *options.data, "--batch-size", "6", "--accumulate", "2", "--length", "64"]
+    for more in ([], ["--steps", "4"], [*same, "--steps", "10"]):
+        assert cli.run([*argv, *more]) == 0
         out, err = capsys.readouterr()
         assert out.startswith(f"nothing to do: {str(options.out)!r} has all its steps (step 10, held-out bits per byte ")
         assert out.count("\n") == 1 and err == ""
     assert f"{whole.scores[-1].bits_per_byte:.4f}" in out
-    assert cli.run([*argv, "--steps", "10", "--lr", "1"]) == 2
+    capsys.readouterr()
+    assert cli.run([*argv, "--preset", "toy", "--seed", "3", "--lr", "1", "--qat-weights", "fp4"]) == 2
+    assert capsys.readouterr().err == (
+        f"dsv41: error: --lr: found 1.0, the run in {str(options.out)!r} has 0.015, --seed 3 where it has 0,"
+        " --qat-weights fp4 where it has none, another preset; resume with the same, or name another folder to write\n"
+    )
     run = read_run(options.out)
     write_run(options.out, replace(run, scores=run.scores[:1]))
     assert loop.finished(options) is None  # the score is still to be had
@@ -174,6 +168,100 @@ def test_a_finished_run_with_a_damaged_newest_checkpoint_ends_as_a_resume_of_it_
             end(run)
         said.append(str(error.value))
     assert said[0] == said[1] and ("10' is damaged" if harm == "a byte" else "99': cannot read checkpoint.json") in said[0]
+
+
+def _steps_of(monkeypatch, skipped):
+    """Steps that compute nothing, of which those that ``skipped`` names are not finite."""
+
+    def step(state, batch, rate):
+        loss = math.nan if int(state.step) + 1 in skipped else 1.0
+        return state.replace(step=state.step + 1), {"loss": loss, "ce": loss, "skipped": float(math.isnan(loss))}
+
+    compiled = SimpleNamespace(lower=lambda *a: SimpleNamespace(compile=lambda: step))
+    monkeypatch.setattr(loop, "make_train_step", lambda *a, **k: compiled)
+
+
+def test_a_run_that_diverges_ends_in_one_line_and_keeps_the_checkpoints_before(options, monkeypatch, capsys):
+    out = options.out.with_name("diverged")
+    argv = ["train", "--out", str(out), "--preset", "tiny", "--data", *options.data, "--batch-size", "6", "--length", "64"]
+    argv += ["--no-evaluate", "--checkpoint-every", "2", "--keep", "2", "--steps", "60"]
+    _steps_of(monkeypatch, {3, 4, *range(9, 99)})
+    says = (
+        "dsv41: error: --lr: found 0.015, with which the run diverged: the loss or gradient of steps 9 to 28 is not finite;"
+        " the last checkpoint is that of step 8; nearest is a lower rate in another folder\n"
+    )
+    for more in ([], ["--checkpoint-every", "1"]):  # the second from the checkpoint of step 8
+        assert cli.run([*argv, *more]) == 2
+        assert capsys.readouterr().err.endswith(says)
+        assert Checkpoints(out / "checkpoints", 2).steps() == [6, 8]
+    text = (out / "metrics.jsonl").read_text()
+    assert len(text.splitlines()) == 28 and "NaN" not in text and '"loss": null' in text.splitlines()[2]
+    losses = [record["ce"] for record in loop._read_metrics(out / "metrics.jsonl", 9)]
+    assert [step for step, loss in enumerate(losses, 1) if math.isnan(loss)] == [3, 4, 9]
+    assert {path.name for path in out.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl", "run.json", "tokenizer.json"}
+
+
+def test_a_checkpoint_waits_for_a_step_that_counts(options, monkeypatch):
+    """Of ten steps half may be skipped in a row; none of the last ones takes the place of an older checkpoint before the end."""
+    part = replace(options, out=options.out.with_name("skips"), evaluate=False, checkpoint_every=2, keep=9)
+    _steps_of(monkeypatch, {2, 3, 6, 9, 10})
+    train(part)
+    assert Checkpoints(part.out / "checkpoints", 9).steps() == [4, 7, 8, 10]
+    _steps_of(monkeypatch, {1, 2, 3, 4, 5})
+    with pytest.raises(UserError, match=r"steps 1 to 5 is not finite; no checkpoint is kept; nearest"):
+        train(replace(part, out=options.out.with_name("first")))
+
+
+def test_a_score_that_is_no_number_ends_the_run_and_is_not_kept(options, monkeypatch):
+    part = replace(options, out=options.out.with_name("unscored"), eval_every=4)
+    _steps_of(monkeypatch, ())
+    found = iter([Score(0, 9.0, 9, 9), Score(4, math.nan, 9, 9), Score(8, 8.0, 9, 9), Score(10, math.inf, 9, 9)])
+    examiner = SimpleNamespace(score=lambda *a: next(found), diagnose=lambda state: {})
+    monkeypatch.setattr(loop, "Examiner", lambda *a: examiner)
+    with pytest.raises(UserError, match=r"^lr: found 0.015, with which the run diverged: the score after the last step is not a"):
+        train(part)
+    assert [score.step for score in read_run(part.out).scores] == [0, 8]
+    assert Checkpoints(part.out / "best", 1).steps() == [8]
+    assert [record["heldout_bits_per_byte"] is None for record in records(part.out) if record["step"] % 4 == 0] == [True, False]
+
+
+def test_more_steps_on_a_resume_are_said_first_and_are_the_runs_at_once(options, monkeypatch, capsys):
+    part = replace(options, out=options.out.with_name("more"), evaluate=False)
+    _steps_of(monkeypatch, ())
+    train(part)
+    capsys.readouterr()
+
+    class Ended(Exception):
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Log", lambda *a: (_ for _ in ()).throw(Ended))
+        with pytest.raises(Ended):
+            train(replace(part, steps=20))
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "resumed from step 10",
+        "20 steps in place of 10: from here on the learning rate is that of a run of 20 steps",
+    ]
+    assert completed({"out": part.out}) == replace(part, steps=20, checkpoint_every=500, evaluate=True)
+    assert completed({"out": part.out, "preset": "toy", "steps": 3}).preset == "toy"
+    write_run(part.out, replace(read_run(part.out), sources={"config": "/nowhere/config.json"}))
+    with pytest.raises(
+        UserError, match=r"^config: found nothing at '/nowhere/config.json', which the run began with, allowed is"
+    ):
+        completed({"out": part.out})
+    assert completed({"out": part.out, "preset": "tiny"}).config is None
+
+
+def test_a_second_run_in_a_folder_at_work_is_one_line(options, monkeypatch, capsys):
+    part = replace(options, out=options.out.with_name("taken"), evaluate=False)
+    argv = ["train", "--out", str(part.out), "--preset", "tiny", "--data", *part.data, "--length", "64"]
+    _steps_of(monkeypatch, ())
+    codes = []
+    monkeypatch.setattr(Log, "write", lambda *a: codes.append(cli.run(argv)) if not codes else None)
+    train(part)
+    assert codes == [2]
+    assert f"error: --out: found a run at work in {str(part.out)!r}, allowed is one at a time\n" in capsys.readouterr().err
+    assert not (part.out / "lock").exists()
 
 
 def test_resume_with_another_text_names_the_data(options, whole, tmp_path):
@@ -205,7 +293,7 @@ def test_metrics_end_before_a_line_of_another_form(tmp_path, line):
 
 @pytest.mark.parametrize("change", [{"lr": 1e-3}, {"batch_size": 4}, {"seed": 1}, {"accumulate": 3}, {"preset": "toy"}])
 def test_resume_with_other_options_is_an_error(options, whole, change):
-    with pytest.raises(UserError, match="config" if "preset" in change else next(iter(change))):
+    with pytest.raises(UserError, match=f"^{next(iter(change))}: found "):
         train(replace(options, **change))
 
 
@@ -294,7 +382,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
         return any(not p.name.isdecimal() and p.stat().st_mtime > began for p in saves.iterdir())
 
     for killed in (saved, saving, None):
-        began, process = time.time(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        began, process = time.time(), subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         while killed and process.poll() is None:
             with contextlib.suppress(FileNotFoundError):  # not there yet, or gone meanwhile
                 if killed():
@@ -302,9 +390,9 @@ def test_a_run_killed_twice_ends_with_the_same_bits(options, whole):
             time.sleep(0.005)
         if killed:
             process.kill()
-        out = process.communicate()[0]
+        said = process.communicate()[1].splitlines()
         assert killed or process.returncode == 0
-    assert "resumed from step" in out
+    assert said[0].startswith("resumed from step")
     assert records(part.out) == records(options.out)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), whole.state)
     restored, _ = Checkpoints(saves, 1).restore(10, state)

@@ -82,7 +82,7 @@ def test_options_reach_every_stage():
         ({"z_loss": float("nan")}, "z_loss: found nan"),
         ({"engram_rows": -1}, "engram_rows: found -1"),
         ({"synthetic": 1.5}, "synthetic: found 1.5, allowed is 0 to 1"),
-        ({"synthetic": 0.5, "length": 64}, "length: found 64, allowed is 94 or more for synthetic rows"),
+        ({"synthetic": 0.5, "length": 64}, "length: found 64, allowed is a multiple of 16, 96 to 2147483632 for synthetic rows"),
         ({"eval_every": -5}, "eval_every: found -5"),
         ({"profile": "20-23"}, "profile: found '20-23', allowed is FIRST:LAST"),
         ({"profile": "23:20"}, "profile: found '23:20'"),

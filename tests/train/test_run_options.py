@@ -4,6 +4,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import matplotlib.image
@@ -16,10 +18,11 @@ from rich.console import Console
 from dsv41 import cli
 from dsv41.config import preset
 from dsv41.errors import UserError
-from dsv41.files import make_writable
+from dsv41.files import locked, make_writable
 from train import options, progress
 from train.curve import Score, plot_losses, running_mean
 from train.loop import fit_vocabulary
+from train.metrics import Log
 from train.options import TrainOptions, check_options
 from train.run import NAME, Run, read_run, write_run
 from train.tokenizer import train_tokenizer
@@ -28,7 +31,15 @@ from train.tokenizer import train_tokenizer
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--length", "65"), "--length: found 65, allowed is a multiple of 16"),
+        (("--length", "65"), "--length: found 65, allowed is a multiple of 16, 16 to 2147483632; nearest is 64\n"),
+        (("--length", "0"), "--length: found 0, allowed is a multiple of 16, 16 to 2147483632; nearest is 16\n"),
+        (("--length", "-16", "--recipe", "long", "--batch-size", "16"), "--length: found -16, .*; nearest is 16\n"),
+        (("--length", str(10**30)), f"--length: found {10**30}, .*; nearest is 2147483632\n"),
+        (
+            ("--synthetic", "0.1", "--length", "64"),
+            "--length: found 64, allowed is a multiple of 16, 96 to 2147483632 for synthetic rows; nearest is 96\n",
+        ),
+        (("--recipe", "long", "--batch-size", "8"), "--batch-size: found 8, allowed is 16 or more for recipe 'long'"),
         (("--seed", "-1"), "--seed: found -1"),
         (("--seed", str(2**32)), "--seed: found 4294967296"),
         (("--batch-size", "0"), "--batch-size: found 0"),
@@ -44,7 +55,7 @@ from train.tokenizer import train_tokenizer
         (("--batch-size", str(2**31 - 1), "--accumulate", "2"), "--accumulate: found 2, allowed .*; nearest is 1\n"),
         (
             ("--batch-size", "1000000"),
-            r"--batch-size: found 1000000, which does not fit: a step's batch, logits and index scores take 4,198\.4 GB or more"
+            r"--batch-size: found 1000000, which does not fit: a step's batch, logits and index scores take 2,101\.4 GB or more"
             r" beside the model's 0\.1 GB, allowed is what the [\d.]+ GB here hold; nearest that may fit is \d+\n",
         ),
         (("--batch-size", "1000000000", "--accumulate", "1000000000"), "--batch-size: found 1000000000, which does not fit"),
@@ -62,6 +73,44 @@ def test_bad_options_end_before_any_work_and_leave_no_folder(tmp_path, monkeypat
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and re.match(f"dsv41: error: {says}", err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "config.json", "tokenizer.json", "loss.png", "best", "profile"])
+def test_something_else_in_the_place_of_a_runs_file_is_one_line(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr("train.loop.prepare", lambda *a: pytest.fail("read the data"))
+    there = tmp_path / name
+    there.mkdir() if "." in name else there.write_text("x")
+    assert cli.run(["train", "--out", str(tmp_path)]) == 2
+    allowed = "a file" if "." in name else "a folder"
+    says = f"dsv41: error: --out: found something else at {str(there)!r}, allowed is {allowed} or nothing there\n"
+    assert capsys.readouterr() == ("", says)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_is_locked_for_one_and_left_as_it_was(tmp_path):
+    folder = tmp_path / "a" / "run"
+    with locked(folder):
+        with pytest.raises(UserError, match=r"^out: found a run at work in '.*run', allowed is one at a time$"), locked(folder):
+            pass
+        # Another process is told apart from this one, and a lock whose owner was killed is free.
+        holder = "import sys; from pathlib import Path; from dsv41.files import locked\nwith locked(Path(sys.argv[1])): input()"
+        other = subprocess.run([sys.executable, "-c", holder, str(folder)], input="", capture_output=True, text=True)
+        assert "found a run at work" in other.stderr
+    assert not list(tmp_path.iterdir())
+    with subprocess.Popen([sys.executable, "-c", holder, str(folder)], stdin=subprocess.PIPE) as process:
+        while not (folder / "lock").exists():
+            assert process.poll() is None
+        process.kill()
+    with locked(folder):
+        (folder / "kept").write_text("")
+    assert [path.name for path in folder.iterdir()] == ["kept"]
+
+
+def test_a_log_that_finds_the_disk_full_is_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    full = r"^out: cannot write '.*metrics\.jsonl' \(No space left on device\)$"
+    with pytest.raises(UserError, match=full), Log(tmp_path, False, None, {}) as log:
+        log.write({"step": 1})
 
 
 def test_text_that_cannot_be_used_leaves_no_folder(tmp_path, capsys):
@@ -140,18 +189,28 @@ def test_a_config_that_the_text_is_too_short_for_is_one_line():
 
 
 def test_run_json_comes_back_and_is_refused_in_another_form(tmp_path):
-    run = Run({"config": {"a": 1}, "lr": 0.1}, 7, (Score(0, 1.5, 2, 3), Score(7, 1.0, 2, 3)))
+    scores = (Score(0, 1.5, 2, 3), Score(7, 1.0, 2, 3))
+    run = Run({"config": {"a": 1}, "lr": 0.1}, 7, scores, {"config": "/x/config.json", "data": ["stdlib"]})
     write_run(tmp_path, run)
     assert read_run(tmp_path) == run
     whole = json.loads((tmp_path / NAME).read_text())
-    (tmp_path / NAME).write_text(json.dumps({key: value for key, value in whole.items() if key != "scores"}))
-    assert read_run(tmp_path).scores == ()
+    (tmp_path / NAME).write_text(json.dumps({key: value for key, value in whole.items() if key not in ("scores", "sources")}))
+    assert (read_run(tmp_path).scores, read_run(tmp_path).sources) == ((), {})
     for other in (
         [],
         3,
         {},
         {**whole, "total": None},
         {**whole, "total": True},
+        {**whole, "total": -1},
+        {**whole, "total": 2**31},
+        {**whole, "sources": []},
+        {**whole, "sources": {"steps": "3"}},
+        {**whole, "sources": {"preset": 3}},
+        {**whole, "sources": {"data": "stdlib"}},
+        {**whole, "scores": [[-1, 1.0, 2, 3]]},
+        {**whole, "scores": [[0, math.nan, 2, 3]]},
+        {**whole, "scores": [[0, 1.0, 2, -3]]},
         {**whole, "scores": 3},
         {**whole, "scores": [[1]]},
     ):
