@@ -7,13 +7,13 @@ Run: python -m bench.host_tables [FILE.json]    (on a GPU)
 import json
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bench import program
 from bench.kernels import profiled
 from dsv41.cache import init_cache
 from dsv41.config import ModelConfig, preset, replace
@@ -95,7 +95,7 @@ def main(out: Path | None) -> None:
             print(f"{batch} requests, tables in {name} memory: {us:.1f} us a step, {fetch:.1f} us of fetching", flush=True)
         print(f"logits differ by {error:.1e} of the largest", flush=True)
         if out is not None:
-            device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+            device = program.device()
             write_text(out, json.dumps({"device": device, "results": results}, indent=1) + "\n")
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench import program
 from dsv41.errors import UserError, nearest
 from dsv41.files import check_outputs, write_text
 from kernels_pallas import registry
@@ -224,7 +224,7 @@ def run(ops: Sequence[str], out: Path | None) -> None:
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: times of interpreted kernels say nothing")
     check_outputs({"out": out})
     clock = Clock()
-    device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+    device = program.device()
     device |= {"copy_TB_s": clock.bytes_per_us / 1e6, "bf16_TFLOP_s": clock.flops_per_us / 1e6}
     print(device, flush=True)
     results: list[Timing] = []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from dsv41.numerics import PACKED
 from infer.payload import BlockFormat
 from infer.store import BlockStore
 
+Row = tuple[bytes, int, bytes]  # as `BlockStore.put` takes it
 BLOCKS = 64
 # Takes a while to write all, over and over: each round replaces what the one before wrote.
 WRITER = """
@@ -34,19 +36,25 @@ while True:
 """
 
 
-def kill_rounds(folder: Path, rounds: int, seed: int = 0) -> Counter[str]:
-    """Counts of what was found after each kill; raises `AssertionError` where a row is not what was written."""
-    rng = np.random.default_rng(seed)
-    fmt = BlockFormat(preset("toy"), PACKED, 128)
-    ids = rng.integers(0, 1000, fmt.tokens * BLOCKS).tolist()
+def random_rows(fmt: BlockFormat, blocks: int, rng: np.random.Generator) -> list[Row]:
+    """Rows of a request of so many blocks, whose entries and keys are random bytes."""
+    ids = rng.integers(0, 1000, fmt.tokens * blocks).tolist()
     keys, rows = fmt.keys(ids), []
     for n, key in enumerate(keys):
         arrays = [rng.integers(0, 256, shape, np.uint8) for shape, _ in fmt.sections]
         block = tuple(zip(arrays[::2], arrays[1::2], strict=True))
         part = ids[n * fmt.tokens : (n + 1) * fmt.tokens]
         rows.append((key, n, fmt.pack(key, keys[n - 1] if n else fmt.namespace, part, block)))
-    file, given = folder / "killed.db", folder / "rows"
-    given.write_bytes(pickle.dumps(rows))
+    return rows
+
+
+def kill_rounds(file: Path, rows: Sequence[Row], rounds: int, seed: int = 0) -> Counter[str]:
+    """Counts of what was found in ``file`` after each kill of a writer of ``rows``, which are the blocks of one request.
+
+    Raises `AssertionError` where a row is not what was written.
+    """
+    rng, keys, given = np.random.default_rng(seed), [key for key, *_ in rows], file.with_suffix(".rows")
+    given.write_bytes(pickle.dumps([*rows]))
     found: Counter[str] = Counter()
     for _ in range(rounds):
         command = [sys.executable, "-c", WRITER, str(file), str(given)]
@@ -62,7 +70,7 @@ def kill_rounds(folder: Path, rounds: int, seed: int = 0) -> Counter[str]:
         assert run == [payload for _, _, payload in rows[: len(run)]], "a row is not what was written"
         rest = [key for key in keys if key not in {*store.missing(keys)}]
         assert rest == keys[: len(run)] and len(store) == len(run), "a batch was written in part"
-        found.update(rounds=1, rows=len(run), whole=len(run) == BLOCKS, put_aside=store.counts["put_aside"])
+        found.update(rounds=1, rows=len(run), whole=len(run) == len(rows), put_aside=store.counts["put_aside"])
         store.close()
     return found
 
@@ -71,8 +79,9 @@ def main() -> int:
     """The entry point."""
     given = [int(word) for word in sys.argv[1:]]
     rounds, seed = given + [50, 0][len(given) :]
+    rows = random_rows(BlockFormat(preset("toy"), PACKED, 128), BLOCKS, np.random.default_rng(seed))
     with tempfile.TemporaryDirectory() as folder:
-        found = kill_rounds(Path(folder), rounds, seed)
+        found = kill_rounds(Path(folder) / "killed.db", rows, rounds, seed)
     print(f"killed {found['rounds']} times, found {found['rows']} rows, all as written; put aside {found['put_aside']} files")
     return 1 if found["put_aside"] else 0
 

@@ -8,13 +8,13 @@ Run: python -m bench.launches [FILE.json]    (on a GPU)
 import json
 import sys
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bench import program
 from bench.kernels import profiled
 from dsv41.cache import init_cache
 from dsv41.config import ModelConfig, preset, replace
@@ -101,7 +101,7 @@ def main(out: Path | None) -> None:
             print(f"{name}, {impl}: {count} kernels a Reuse layer, {us:.1f} us; whole step {len(runs[1])}", flush=True)
             print(names, flush=True)
             if out is not None:
-                device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+                device = program.device()
                 write_text(out, json.dumps({"device": device, "results": results}, indent=1) + "\n")
 
 

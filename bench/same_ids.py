@@ -9,7 +9,6 @@ weights know no next token, so every step is such a place: the slice first learn
 import json
 import sys
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bench import program
 from dsv41.cache import init_cache
 from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError
@@ -138,7 +138,7 @@ def main(run: Path | None, out: Path | None) -> None:
     if jax.default_backend() == "cpu":
         raise UserError("backend: found cpu, allowed is gpu or tpu: here both runs are the reference")
     random, found = np.random.default_rng(0), []
-    device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+    device = program.device()
 
     def keep(one: Found) -> None:
         found.append(one)

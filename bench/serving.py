@@ -7,8 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from bench import program
 from bench.compile_time import forty_layers
+from dsv41.analyze import counted
 from dsv41.analyze.contexts import parse_contexts, spell
 from dsv41.cache import Cache, stored
 from dsv41.config import PRESETS, preset
@@ -31,7 +32,7 @@ from infer.device import ENDS, Device
 from infer.engine import Engine, Event, Request
 from infer.model import Model, load_model
 from infer.sampling import Sampling
-from infer.steps import BLOCK, CHUNKS, DecoderReplay
+from infer.steps import BLOCK, CHUNKS, DecoderReplay, Steps
 
 FORTY = "forty"  # the release's schedule at the toy's widths
 PAGE, CHUNK, REPEATS = 128, 512, 5
@@ -144,19 +145,30 @@ def _whole_prompt(device: Device, prompt: list[int]) -> None:
         at, _ = device.fill(0, prompt, at, pages, Sampling(), False)
 
 
+def prompt_products(model: Model, context: int, replay: DecoderReplay) -> int:
+    """Multiply-adds of all matrix products of a prompt's chunks, counted in the traced steps."""
+    steps, width = Steps(model, policy(), replay), min(CHUNK, context)
+    params, state, ids, live, _ = counted.step_arguments(model.config, width, context)
+    args = params, state, ids, live, jax.ShapeDtypeStruct((1,), jnp.int32)
+    each = cache(lambda early: counted.counted_total(partial(steps.fill, early=early), *args))
+    return sum(each(steps.early(at + width, context)) for at in range(0, context, width))
+
+
 def prefill(model: Model, contexts: Sequence[int], replay: DecoderReplay) -> list[Row]:
     """Seconds of each prompt's prefill into an empty slot, with all rows in the decoder and with ``replay``, in the same run."""
     found: list[Row] = []
     for context in contexts:
         prompt = np.random.default_rng(0).integers(3, model.config.vocab_size, context).tolist()
-        full = 0.0
+        full, products = 0.0, prompt_products(model, context, "full")
         for kind in dict.fromkeys(("full", replay)):
             device = _device(model, context, 1, kind, min(CHUNK, context))
             spent = _median(partial(_whole_prompt, device, prompt), 3)
             full = full or spent
-            ratio = spent / full
-            found.append(Row(f"prefill {kind}", context, 1, spent, context / spent, {"of_full": ratio}))
-            print(f"prefill {spell(context):>6} tokens  {kind:8} {spent:10.3f} s  {ratio:.3f} of full", flush=True)
+            ratio, flops = spent / full, prompt_products(model, context, kind) / products
+            more = {"of_full": ratio, "flops_of_full": flops}
+            found.append(Row(f"prefill {kind}", context, 1, spent, context / spent, more))
+            said = f"{spent:10.3f} s  {ratio:.3f} of full, of its products' FLOPs {flops:.3f}"
+            print(f"prefill {spell(context):>6} tokens  {kind:8} {said}", flush=True)
     return found
 
 
@@ -212,7 +224,6 @@ def run(what: str, words: Sequence[str], out: Path | None, options: Options) -> 
     else:
         rows = prefill(model, numbers, options.decoder_replay)
     if out is not None:
-        device = {"kind": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
         named = {"model": str(options.checkpoint or options.preset or "toy"), "layers": model.config.num_hidden_layers}
-        text = json.dumps({"device": device, **named, "results": [asdict(row) for row in rows]}, indent=1)
+        text = json.dumps({"device": program.device(), **named, "results": [asdict(row) for row in rows]}, indent=1)
         write_text(out, text + "\n")

@@ -53,6 +53,10 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
+    if args.process is not None:
+        from train.processes import join
+
+        join(args.process)
     from train.loop import finished, train
     from train.recipes import DRAFTER
     from train.run import completed
@@ -61,7 +65,7 @@ def _train(args: Train) -> int:
         return _train_drafter(args)
     if args.source is not None:
         raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe or 'toy'!r}, allowed with {DRAFTER}")
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None and name != "process"}
     options = completed(given)
     if done := finished(options):
         step, score = done
@@ -106,7 +110,8 @@ def _train_drafter(args: Train) -> int:
 def _compile(args: Compile) -> int:
     from train.lowering import report
 
-    print(report(_configuration(args), args.mesh, args.rows, args.length, args.platform, args.json))
+    config, more = _configuration(args), (args.json, args.step, args.topology)
+    print(report(config, args.mesh, args.rows, args.length, args.platform, *more))
     return 0
 
 
@@ -160,18 +165,19 @@ def _generate(args: Generate) -> int:
 
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "max_new_tokens")
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
+    if args.mesh is not None and args.prefix_cache is not None:
+        raise UserError("prefix_cache: found one beside --mesh, allowed is one of them")
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
     from dsv41.show import printable
     from infer.generate import Generator
-    from infer.model import load_model
+    from infer.model import load_model, with_drafter
     from infer.schedule import NO_DRAFTS, drafting_of
 
     policy, drafting = PACKED if args.packed else Policy(), NO_DRAFTS
-    if args.draft == "off":
-        model = load_model(args.checkpoint)
-    else:
-        model = load_model(args.checkpoint, draft=True)
+    model = load_model(args.checkpoint, args.mesh)
+    if args.draft != "off":
+        model = with_drafter(model, args.checkpoint)
         drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
     prefix = None
     if args.prefix_cache is not None:

@@ -1,7 +1,7 @@
 """DeepSeek-V4.1's chat encoding: conversations as prompts, and replies back as reasoning, content and tool calls (serving §8.2).
 
-The sentences of `_EFFORT`, `_TOOLS` and `_FORMAT` are those that the released model was trained on, taken word for word from
-the encoder published with it: Copyright (c) DeepSeek, MIT license.
+The sentences of `_EFFORT`, `_TOOLS` and `_FORMAT` are those of the encoder that DeepSeek published with the release (Copyright
+(c) DeepSeek, MIT license), letter by letter as open ports of it and their tests have them; its own file was not compared.
 """
 
 import json

@@ -144,11 +144,12 @@ class Device:
     def _behind(self, hit: Hit, history: np.ndarray | None) -> tuple:
         one = lambda n: np.asarray([n], np.int32)  # noqa: E731
         before = np.full(self._depth, -1, np.int32) if history is None else history
-        return Restored(jnp.asarray(one(hit.kept)), jnp.asarray(one(hit.floor))), one(hit.start), before[None]
+        return Restored(one(hit.kept), one(hit.floor)), one(hit.start), before[None]
 
     def length(self, slot: int) -> int:
         """Tokens that a slot's cache has consumed."""
-        return int(self.cache.length[slot])
+        # On the host: an index into an array of the device is a program of its own.
+        return int(np.asarray(self.cache.length)[slot])
 
     def windows(self, slot: int) -> Any:
         """A copy on the host of a slot's windows and pair tails."""

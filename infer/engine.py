@@ -27,6 +27,7 @@ from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Drawn
 
 PAGE = 128  # tokens
+_LOOK = 0.01  # seconds between two looks at them where there is nothing else to do
 PATIENCE = 1.0  # seconds for which a prompt waits for its blocks to be read
 MOST_LIKELIEST = 20  # alternatives of each token that a request may ask for
 Finish = Literal["stop", "length", "abort", "error"]
@@ -281,6 +282,9 @@ class Engine:
         while self._waiting:
             job = self._waiting[0]
             if job.start.reading and self._clock() - job.arrived < PATIENCE:
+                if not self._running():
+                    # Looking again and again would take time from who reads.
+                    job.start.wait(_LOOK)
                 return
             # One that had to go comes back only where it can go on.
             need = self._count(len(job.prompt) + len(job.said.ids) + 1)

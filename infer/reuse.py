@@ -1,6 +1,6 @@
 """What the engine's requests take over from earlier ones, and leave to later ones (serving §4): pages, blocks, windows."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,11 @@ class Start:
     def reading(self) -> bool:
         """Whether the store has not answered yet."""
         return self.found is not None and not self.found.done()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the store's answer, at most so long."""
+        if self.found is not None:
+            wait([self.found], seconds)
 
     def loaded(self) -> list[Blocks]:
         """Blocks from number ``ahead`` on; those that have not come are not waited for."""

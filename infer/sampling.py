@@ -79,13 +79,13 @@ def _check_range(name: str, value: float, low: float, high: float | None) -> Non
 
 
 def sampling_rows(requests: Sequence[Sampling]) -> SamplingRows:
-    """The requests' settings as arrays, one row each in the given order."""
+    """The requests' settings as arrays of the host, one row each in the given order: a step takes them along in one transfer."""
     return SamplingRows(
-        temperature=jnp.array([r.temperature for r in requests], jnp.float32),
-        top_k=jnp.array([r.top_k for r in requests], jnp.int32),
-        top_p=jnp.array([r.top_p for r in requests], jnp.float32),
-        min_p=jnp.array([r.min_p for r in requests], jnp.float32),
-        seed=jnp.array([r.seed for r in requests], jnp.uint32),
+        temperature=np.array([r.temperature for r in requests], np.float32),
+        top_k=np.array([r.top_k for r in requests], np.int32),
+        top_p=np.array([r.top_p for r in requests], np.float32),
+        min_p=np.array([r.min_p for r in requests], np.float32),
+        seed=np.array([r.seed for r in requests], np.uint32),
     )
 
 

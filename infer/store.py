@@ -186,7 +186,10 @@ class BlockStore:
                 return found
             for key in keys:
                 row = base.execute("SELECT payload FROM blocks WHERE key = ?", (key,)).fetchone()
-                if row is None or not isinstance(row[0], bytes):
+                if row is None:
+                    break
+                if not isinstance(row[0], bytes):
+                    self.damaged(key)
                     break
                 found.append(row[0])
         return found

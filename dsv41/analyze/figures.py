@@ -1,6 +1,7 @@
 """The pictures of `dsv41 analyze`, in one style for light and for dark pages."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +40,9 @@ def check_plot(file: Path) -> None:
         raise UserError(f"plot: found {file.name!r}, allowed is a name that ends in {', '.join(_SUFFIXES)}")
 
 
-def draw(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme) -> Any:
-    """The figure of a report: lines or bars of several models side by side, or the parts of one."""
+@contextlib.contextmanager
+def axes_of(theme: Theme) -> Iterator[Any]:
+    """The axes of a new figure, which is drawn in the pictures' style meanwhile."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,16 +74,25 @@ def draw(what: str, models: Sequence[Model], contexts: Sequence[int], theme: The
         "ytick.color": text,
     }
     with pyplot.rc_context({**style}):
-        figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+        yield pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")[1]
+
+
+def draw(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme) -> Any:
+    """The figure of a report: lines or bars of several models side by side, or the parts of one."""
+    with axes_of(theme) as axes:
         _DRAW[what, len(models) == 1](axes, models, contexts)
-    return figure
+    return axes.figure
 
 
 def plot(what: str, models: Sequence[Model], contexts: Sequence[int], theme: Theme, file: Path) -> None:
-    """Writes `draw`'s figure by a temporary name."""
+    """Writes `draw`'s figure."""
+    save(draw(what, models, contexts, theme), file)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Writes a figure by a temporary name and closes it."""
     from matplotlib import pyplot
 
-    figure = draw(what, models, contexts, theme)
     kind = file.suffix.lower()[1:]
     try:
         # Without a date, which would make each file another.
@@ -103,14 +114,15 @@ def _lines(axes: Any, models: Sequence[Model], contexts: Sequence[int], value: A
         axes.annotate(
             said, (contexts[-1], values[-1]), (8, 0), textcoords="offset points", va="center", color=line.get_color(), fontsize=9
         )
-    _context_axis(axes, contexts)
+    context_axis(axes, contexts)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}" if y < 1000 else f"{y:,.0f}")
     axes.set_ylabel(label)
 
 
-def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
+def context_axis(axes: Any, contexts: Sequence[int]) -> None:
+    """The contexts as the x axis, by doublings."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [spell(n) for n in contexts])
     axes.minorticks_off()
@@ -134,7 +146,8 @@ def _stack(axes: Any, contexts: Sequence[int], per_context: Sequence[dict[str, f
     axes.set_ylabel(label)
 
 
-def _legend_above(axes: Any, title: str) -> None:
+def legend_above(axes: Any, title: str) -> None:
+    """The legend between the title and the axes, over which it would hide lines."""
     axes.figure.suptitle(title, x=0.01, ha="left")
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9)
@@ -196,7 +209,7 @@ def _flops_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -
     found = [decode_flops(models[0], n) for n in contexts]
     size, letter = unit(sum(found[0].values()))
     _stack(axes, contexts, [{part: v / size for part, v in p.items()} for p in found], f"{letter}FLOPs of a decoded token")
-    _legend_above(axes, f"Decode of {models[0].title} by part")
+    legend_above(axes, f"Decode of {models[0].title} by part")
 
 
 def _prefill(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
@@ -223,7 +236,7 @@ def _prefill_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int])
             label="every layer for every token",
         )
     axes.set_xlabel(f"prompt ({_TOKENS})")
-    _legend_above(axes, f"Prefill of {model.title} by part")
+    legend_above(axes, f"Prefill of {model.title} by part")
 
 
 def _params(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:
@@ -238,7 +251,7 @@ def _params(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.3g}")
     axes.set_xlabel("model")
     axes.set_ylabel("parameters (billions, log scale)")
-    _legend_above(axes, "Parameters")
+    legend_above(axes, "Parameters")
 
 
 def _params_of_one(axes: Any, models: Sequence[Model], contexts: Sequence[int]) -> None:

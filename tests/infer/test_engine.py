@@ -279,8 +279,9 @@ def test_benchmarks_time_what_they_say(engine, monkeypatch, capsys, tmp_path):
     serving.run("prefill", ["16"], tmp_path / "prefill.json", serving.Options())
     row = serving.serve(engine.model, 5, 2, "bounded", longest=16, chunks=(16,))[0]
     assert row.more["new_tokens"] >= 5 and row.tokens_per_second > 0 and row.more["first_token_seconds"] > 0
-    kinds = [row["what"] for row in json.loads((tmp_path / "prefill.json").read_text())["results"]]
-    assert kinds == ["prefill full", "prefill bounded"]
+    full, bounded = json.loads((tmp_path / "prefill.json").read_text())["results"]
+    assert (full["what"], bounded["what"]) == ("prefill full", "prefill bounded")
+    assert full["more"]["flops_of_full"] == 1 and 0 < bounded["more"]["flops_of_full"] < 1
     said = capsys.readouterr().out
     assert "decode      16 context    2 requests" in said and "serve   5 requests in 2 slots" in said
     for what, words, changes, message in (

@@ -18,10 +18,16 @@ import openai
 import pytest
 
 from dsv41 import cli
+from dsv41.numerics import Policy
+from infer.allocator import PageAllocator
 from infer.chat import ChatTokens, render
 from infer.engine import Engine, Event, Metrics, Request, Usage
+from infer.prefix import PrefixCache
+from infer.reuse import Reuse
 from infer.sampling import Sampling
 from infer.server import Limits, Service, listen, server
+from infer.store import BlockStore
+from infer.windows import WindowPool
 from tests.models import tiny_model
 
 # The least that compiles, as programs cost most of the time: window, and Full with a pool.
@@ -397,6 +403,48 @@ def test_many_at_once(service, url):
     assert now.free_pages == now.pages and service._running == 0
 
 
+def test_prompts_that_begin_alike_and_a_server_that_starts_again(model, tmp_path):
+    """The usage tells what was found: in pages, in the file by a server that was started anew, and nothing without one."""
+
+    def prefix():
+        return PrefixCache(model, Policy(), "full", 16, BlockStore(tmp_path / "a.db"), WindowPool(1 << 20))
+
+    first = prefix()
+    engine = Engine(model, slots=1, longest=64, page=16, pages=12, chunks=(16,), prefix=first)
+    # Few of its programs are wanted here.
+    engine.warm_up = lambda: None
+    prompts = [[0, *range(3, 43), *range(50, 50 + more)] for more in (0, 5, 2)]
+    told = []
+    for kept in (first, None):
+        if kept is None:
+            # What a new process has: the file alone.
+            first.close()
+            engine.device.reset()
+            engine.allocator = PageAllocator(engine.allocator.pages)
+            engine._reuse = Reuse(kept := prefix(), engine.device, engine.allocator)
+        with (
+            serving(Service(engine, "tiny")) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            for prompt in prompts:
+                ask = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+                got = client.completions.create(**ask)
+                *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+                found = [usage.prompt_tokens_details.cached_tokens for usage in (got.usage, last.usage)]
+                told.append((got.choices[0].text, got.usage.prompt_tokens, *found))
+                kept.flush()
+            told.append(httpx.get(f"{url}/metrics").text)
+        if kept is not first:
+            kept.close()
+    before, metrics, after, _ = told[:3], told[3], told[4:7], told[7]
+    assert [one[:2] for one in before] == [one[:2] for one in after] and [one[1] for one in before] == [41, 46, 43]
+    # Of what the one before left a snapshot is the longest: behind the first prompt, or the prompt itself.
+    assert [one[2:] for one in before] == [(0, 41), (41, 46), (41, 43)]
+    assert "dsv41_cached_tokens_total 212.0" in metrics
+    # Two blocks of the file, of which the last tokens run again, and no snapshot.
+    assert [one[2:] for one in after] == [(32, 41), (41, 46), (41, 43)]
+
+
 def eventually(true):
     end = time.monotonic() + 30
     while not true():
@@ -496,6 +544,24 @@ def test_too_many_too_long_and_gone(scripted):
     assert httpx.post(f"{url}{COMPLETION}", json={"prompt": "a"}).json()["choices"][0]["text"] == "hello"
 
 
+def test_a_client_that_does_not_read_holds_up_no_other(scripted):
+    engine, url = scripted.engine, scripted.url
+    engine.script = "hello" * 20_000
+    scripted.limits = Limits(seconds=1.0, arrival=0.2)
+    with contextlib.closing(socket.socket()) as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = url.removeprefix("http://").split(":")
+        wire.connect((host, int(port)))
+        body = b'{"prompt": "a", "stream": true}'
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        eventually(lambda: engine.jobs)
+        assert httpx.get(f"{url}/health").status_code == 200
+        # Its time is up, and what it was told last cannot be sent: it is let go, and its request aborted.
+        eventually(lambda: not engine.jobs and scripted._running == 0)
+        engine.script = "hello"
+        assert httpx.post(f"{url}{COMPLETION}", json={"prompt": "a"}).json()["choices"][0]["text"] == "hello"
+
+
 def test_a_stream_that_stops_says_why(scripted):
     engine = scripted.engine
     engine.finish = "error"
@@ -577,6 +643,7 @@ def test_command(capsys, monkeypatch, tmp_path, model):
     monkeypatch.setattr("infer.model.load_model", lambda run: model)
     monkeypatch.setattr("infer.engine.Engine", Scripted)
     monkeypatch.setenv("DSV41_API_KEY", "k")
+    file = tmp_path / "a.db"
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     heard = []
@@ -590,10 +657,13 @@ def test_command(capsys, monkeypatch, tmp_path, model):
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
+    (tmp_path / "folder").mkdir()
+    assert "--prefix-cache: found a folder" in fails("--port", "0", "--prefix-cache", str(tmp_path / "folder"))
     thread = threading.Thread(target=ask)
     thread.start()
-    assert cli.run(["serve", "--checkpoint", str(tmp_path / "run"), "--port", str(port)]) == 130
+    assert cli.run(["serve", "--checkpoint", str(tmp_path / "run"), "--port", str(port), "--prefix-cache", str(file)]) == 130
     thread.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.db", "folder"]
     assert heard == ["hello"]
     assert capsys.readouterr().out == f"serving run at http://127.0.0.1:{port}/v1; compiling\nready\n"
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.kill_store import kill_rounds
 from dsv41.config import preset, replace
 from dsv41.errors import UserError
 from dsv41.numerics import PACKED, Policy
@@ -324,11 +323,6 @@ def test_a_file_that_cannot_be_written_is_read(tmp_path, folder):
     )
     place.chmod(0o755)
     assert done.stdout.split() == ["30", "1", "0", "30"], done.stderr
-
-
-def test_a_killed_writer_leaves_rows_whole_or_none(tmp_path):
-    found = kill_rounds(tmp_path, 4)
-    assert found["rounds"] == 4 and found["rows"] > 0 and found["put_aside"] == 0
 
 
 def test_what_is_no_place_for_a_store(tmp_path):
