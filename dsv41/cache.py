@@ -51,13 +51,23 @@ class Cache:
     length int32 ``[B]``: tokens consumed. history int32 ``[B, n - 1]``: folded ids of the last tokens, oldest first, for
     Engram's look-back; -1 where the look-back ends (image tokens). windows: one ring ``[B, W, row]`` a layer, the row of
     position p in slot p mod W, so that a new row takes the place of the one that leaves the window. sources: one
-    `SourceCache` a kv source.
+    `SourceCache` a kv source. drafts: one ring a draft stage of the rows that it makes of these tokens, where
+    there is a drafter.
     """
 
     length: jax.Array
     history: jax.Array
     windows: tuple[jax.Array, ...]
     sources: tuple[SourceCache, ...]
+    drafts: tuple[jax.Array, ...] = ()
+
+
+@struct.dataclass
+class Deferred:
+    """A window ring ``[B, W, row]`` with a chunk's rows ``[B, T, row]`` beside it, until it is known which of them stay."""
+
+    ring: jax.Array
+    rows: jax.Array
 
 
 def stored(x: Float[Array, "*s n"], fmt: Format, on: bool) -> Array:
@@ -65,10 +75,10 @@ def stored(x: Float[Array, "*s n"], fmt: Format, on: bool) -> Array:
     return quantize_rows(x, fmt) if on else x
 
 
-def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int) -> Cache:
+def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int, drafts: bool = False) -> Cache:
     """An empty cache for requests of up to ``capacity`` tokens; raises `UserError` for an impossible size.
 
-    capacity: tokens, a multiple of every compression ratio.
+    capacity: tokens, a multiple of every compression ratio. drafts: with rings for the draft stages.
     """
     plans = layer_plans(config)
     for plan in plans:
@@ -78,6 +88,9 @@ def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int) -
     def rows(count: int, width: int, fmt: Format, on: bool) -> jax.Array:
         shape = (batch, count, fmt.row_bytes(width) if on else width)
         return jnp.zeros(shape, jnp.uint8 if on else policy.compute_dtype)
+
+    def ring() -> jax.Array:
+        return rows(config.sliding_window, config.head_dim, WINDOW_KV, policy.quantize_window)
 
     def source(plan: LayerPlan) -> SourceCache:
         count = capacity // plan.ratio
@@ -93,8 +106,9 @@ def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int) -
     return Cache(
         jnp.zeros((batch,), jnp.int32),
         jnp.full((batch, config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0), -1, jnp.int32),
-        tuple(rows(config.sliding_window, config.head_dim, WINDOW_KV, policy.quantize_window) for _ in plans),
+        tuple(ring() for _ in plans),
         tuple(source(plan) for plan in plans if plan.owns_kv),
+        tuple(ring() for _ in range(config.num_nextn_predict_layers if drafts else 0)),
     )
 
 
@@ -199,8 +213,12 @@ def extend_source(
     policy: Policy,
     taps: Taps | None,
     kept: Int[Array, " B"] | None = None,
+    defer: bool = False,
 ) -> SourceCache:
-    """The source's cache with the entries that a chunk completes (§5, decode state), but those of ``kept`` tokens."""
+    """The source's cache with the entries that a chunk completes (§5, decode state), but those of ``kept`` tokens.
+
+    defer: its tails are then the old ones and all of the chunk's rows, for `commit`.
+    """
     ratio, eps = plan.ratio, config.rms_norm_eps
     value, score = compress.project(x, params.compressor)
     if score is None:
@@ -208,8 +226,8 @@ def extend_source(
     else:
         tails = source.tail_value, source.tail_score
         groups, scores = (_groups(tail, new, length, ratio) for tail, new in zip(tails, (value, score), strict=True))
-        last = _span(count, ratio - 1)
-        tails = [take(jnp.concatenate([tail, new], axis=1), last) for tail, new in zip(tails, (value, score), strict=True)]
+        tails = [jnp.concatenate([tail, new], axis=1) for tail, new in zip(tails, (value, score), strict=True)]
+        tails = tails if defer else [latest(tail, count, ratio - 1) for tail in tails]
         source = replace(source, tail_value=tails[0], tail_score=tails[1])
     latent = compress.pool(groups, scores, params.compressor, eps, x.dtype)
     number = _span(length // ratio, latent.shape[1])
@@ -221,6 +239,36 @@ def extend_source(
     into = lambda x, fmt, on: append(pools[fmt], x, slots, fmt, on)  # noqa: E731
     entries, keys = publish(latent, number * ratio, params, plan, config, policy, taps, into)
     return replace(source, main_kv=entries, index_k=keys)
+
+
+def latest(rows: Array, count: Int[Array, " B"], depth: int) -> Array:
+    """Of ``depth`` rows of before and a chunk's behind them, the last ``depth`` up to the chunk's first ``count``."""
+    return take(rows, _span(count, depth))
+
+
+def commit(cache: Cache, count: Int[Array, " B"], config: ModelConfig) -> Cache:
+    """The cache behind the first ``count`` tokens of a chunk that was deferred; what came of the others is gone.
+
+    Entries that those have completed stay where they are: past the length, where nobody sees them, until others take their place.
+    """
+
+    def ring(held: Any) -> Array:
+        return put(held.ring, held.rows, ring_slots(cache.length, count, held.rows.shape[1], config.sliding_window))
+
+    def source(held: SourceCache, ratio: int) -> SourceCache:
+        tails = (held.tail_value, held.tail_score)
+        value, score = (None if tail is None else latest(tail, count, ratio - 1) for tail in tails)
+        return replace(held, tail_value=value, tail_score=score)
+
+    ratios = [plan.ratio for plan in layer_plans(config) if plan.owns_kv]
+    depth = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
+    return replace(
+        cache,
+        length=cache.length + count,
+        history=latest(cache.history, count, depth),
+        windows=tuple(map(ring, cache.windows)),
+        sources=tuple(map(source, cache.sources, ratios)),
+    )
 
 
 @struct.dataclass
@@ -242,10 +290,12 @@ def cached_site(
     taps: Taps | None,
     publishes: bool = True,
     kept: Int[Array, " B"] | None = None,
+    defer: bool = False,
 ) -> tuple[Float[Array, "B T D"], Carried, Float32[Array, ""]]:
     """The attention site of a chunk: reads the cache and the chunk, and writes the chunk's rows. The length stays.
 
-    publishes: False where a kv source's entries are in the cache and in ``carried`` already.
+    publishes: False where a kv source's entries are in the cache and in ``carried`` already. defer: windows and tails are left
+    for `commit`; of a chunk of two tokens or more.
     """
     shared, cache = carried.shared, carried.cache
     length, count = cache.length, jnp.sum(layout.segments, axis=1)
@@ -255,10 +305,11 @@ def cached_site(
     rows, slots = stored(kv, WINDOW_KV, on), ring_slots(length, count, time, config.sliding_window)
     # One token's row is read in the ring alone where a kernel attends: packing it there is one launch less.
     ring = append(before, kv, slots, WINDOW_KV, on) if time == 1 else put(before, rows, slots)
-    cache = replace(cache, windows=(*cache.windows[: plan.layer], ring, *cache.windows[plan.layer + 1 :]))
+    window: Any = Deferred(before, rows) if defer else ring
+    cache = replace(cache, windows=(*cache.windows[: plan.layer], window, *cache.windows[plan.layer + 1 :]))
     if plan.owns_kv and publishes:
         n = config.kv_source_layer_ids.index(plan.layer)
-        source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps, kept)
+        source = extend_source(x, params, plan, cache.sources[n], length, count, config, policy, taps, kept, defer)
         cache = replace(cache, sources=(*cache.sources[:n], source, *cache.sources[n + 1 :]))
         shared = replace(shared, main_kv=source.main_kv, index_k=source.index_k)
     if plan.selects:

@@ -58,9 +58,15 @@ def _train(args: Train) -> int:
 
         join(args.process)
     from train.loop import finished, train
+    from train.recipes import DRAFTER
     from train.run import completed
 
-    options = completed({name: value for name, value in vars(args).items() if value is not None and name != "process"})
+    if args.recipe == DRAFTER:
+        return _train_drafter(args)
+    if args.source is not None:
+        raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe or 'toy'!r}, allowed with {DRAFTER}")
+    given = {name: value for name, value in vars(args).items() if value is not None and name != "process"}
+    options = completed(given)
     if done := finished(options):
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
@@ -74,6 +80,29 @@ def _train(args: Train) -> int:
         )
     if args.evaluate:
         print(f"held-out bits per byte: {result.scores[-1].bits_per_byte:.4f}")
+    print(f"run: {args.out}")
+    return 0
+
+
+def _train_drafter(args: Train) -> int:
+    from train.drafter_run import DrafterOptions, train_drafter
+
+    if args.source is None:
+        raise UserError("--from: found none, allowed with recipe dspark is the folder of a run")
+    known = {f.name for f in dataclasses.fields(DrafterOptions)}
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        if f.name not in (*known, "recipe", "evaluate") and value != f.default:
+            raise UserError(f"{f.name}: found {str(value)!r}, allowed with recipe {args.recipe} is {str(f.default)!r}")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name in known}
+    result = train_drafter(DrafterOptions(**{name: value for name, value in given.items() if value is not None}))
+    if result.resumed_from:
+        print(f"resumed from step {result.resumed_from}")
+    found, slots = result.heldout, len(result.temperatures)
+    print("accepted by slot: " + " ".join(f"{found[f'accept.{k + 1}']:.3f}" for k in range(slots)) + " (drawn at temperature 1)")
+    print("accepted by slot: " + " ".join(f"{found[f'greedy.{k + 1}']:.3f}" for k in range(slots)) + " (greedy)")
+    print(f"expected tokens of a round: {found['accepted']:.3f} drawn, {found['greedy_accepted']:.3f} greedy, of {slots + 1}")
+    print(f"calibration error: {found['error']:.4f}, {found['calibrated_error']:.4f} with a temperature for each slot")
     print(f"run: {args.out}")
     return 0
 
@@ -143,15 +172,23 @@ def _generate(args: Generate) -> int:
     from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
+    from infer.schedule import NO_DRAFTS, drafting_of
 
-    model, policy = load_model(args.checkpoint, args.mesh), PACKED if args.packed else Policy()
+    policy, drafting = PACKED if args.packed else Policy(), NO_DRAFTS
+    if args.draft == "off":
+        model = load_model(args.checkpoint, args.mesh)
+    elif args.mesh is not None:
+        raise UserError(f"--draft: found {args.draft!r} beside --mesh, allowed is one of them; nearest is 'off'")
+    else:
+        model = load_model(args.checkpoint, draft=True)
+        drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache
         from infer.store import BlockStore
 
         prefix = PrefixCache(model, policy, args.decoder_replay, store=BlockStore(args.prefix_cache))
-    generator = Generator(model, policy, args.decoder_replay, prefix)
+    generator = Generator(model, policy, args.decoder_replay, prefix, drafting)
     prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
     stream = len(texts) == 1 and not args.json
 

@@ -75,8 +75,10 @@ class Train:
     out: Path = Path("runs/train")
     """The run's folder: config, tokenizer, metrics, checkpoints, loss curve. What a run there began with need not be typed."""
     recipe: str | None = None
-    """What is on when: toy (all of the release's inference, the default), small (one GPU), qat, or long (rows become 16 times
-    as long, so that a batch has 16 or more)."""
+    """What is on when: toy (all of the release's inference, the default), small (one GPU), qat, long (rows become 16 times
+    as long, so that a batch has 16 or more), or dspark, which trains a drafter for the model of the run --from."""
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Of dspark, the folder of the run to draft for, which stays as it is."""
     preset: str | None = None
     """A named configuration; the recipe's or toy where not given."""
     config: Path | None = None
@@ -218,6 +220,13 @@ class Generate:
     """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
     mesh: str | None = None
     """Devices by axis, as data=2,expert=2,model=2; one device where not given."""
+    draft: Literal["off", "fixed", "threshold", "scheduled"] = "off"
+    """Verify drafts of the next tokens, which changes the speed alone: fixed verifies as many each time, threshold those that the
+    drafter trusts, scheduled those that pay by the measured cost of a step."""
+    draft_length: int | None = None
+    """Drafts of fixed; all of a block where not given."""
+    draft_threshold: float = 0.5
+    """The least probability of threshold."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
 

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv41 import context, mhc
-from dsv41.block import Tokens, block, first_mix
-from dsv41.cache import Cache, Carried, cached_site, chunk_layout, take
+from dsv41 import context, dspark, mhc
+from dsv41.block import Tokens, block, embed, first_mix
+from dsv41.cache import Cache, Carried, cached_site, chunk_layout, latest, take
 from dsv41.config import ModelConfig
 from dsv41.engram import engram_rows, fetch_ahead, folded_ids, hashed
 from dsv41.indexer import SELECTED
 from dsv41.layout import Layout, make_layout, replay_layout
 from dsv41.numerics import Policy, Taps, record, rms_norm
-from dsv41.params import TextParams, text_specs
+from dsv41.params import DraftParams, TextParams, text_specs
 from dsv41.plan import layer_plans
 from dsv41.sharding import GATHERED, STORED, gathered, size
 from dsv41.site import Shared, served_kl, whole_row
-from dsv41.vocabulary import embedded, whole_logits
+from dsv41.vocabulary import whole_logits
 
 _STATIC = (2, 5, 6, 7, 8)  # of `block`'s arguments
 
@@ -31,7 +31,7 @@ class Output:
     """hidden ``[B, T, D]``: what the head reads, in compute dtype; logits ``[B, T, V]`` float32, None from `features`.
 
     load ``[L, 2, E]``: tokens routed to each expert, of live text and of image tokens. balance ``[L]``. index_kl ``[I]``, a
-    loss for each index source.
+    loss for each index source. draft_input ``[B, T, M]``: what the draft stages read; None where the config has none.
     """
 
     hidden: jax.Array
@@ -39,6 +39,7 @@ class Output:
     load: jax.Array
     balance: jax.Array
     index_kl: jax.Array
+    draft_input: Any = None
 
 
 def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, Any, Any, Any]:
@@ -53,15 +54,14 @@ def _align(ids: Any, segments: Any, image: Any, alignment: int) -> tuple[Any, An
 def extend_history(
     ids: Int[Array, "B T"], layout: Layout, cache: Cache, token_map: Any, config: ModelConfig
 ) -> tuple[tuple[Int[Array, "B T C"], ...], Int[Array, "B h"]]:
-    """Engram rows of a chunk, whose look-backs reach into the cache's history, and the history behind it."""
+    """Engram rows of a chunk, whose look-backs reach into the cache's history, and that with the chunk's folded ids behind it."""
     depth = cache.history.shape[1]
     if not depth:
         return (), cache.history
     folded = jnp.concatenate([cache.history, folded_ids(ids, layout, token_map, config)], axis=1)
     positions = cache.length[:, None] + jnp.arange(-depth, ids.shape[1], dtype=jnp.int32)[None]
     rows = tuple(table[:, depth:] for table in hashed(folded, positions, token_map, config))
-    count = jnp.sum(layout.segments, axis=1)
-    return rows, take(folded, count[:, None] + jnp.arange(depth, dtype=jnp.int32)[None])
+    return rows, folded
 
 
 def make_tokens(ids: Any, segments: Any, image: Any, token_map: Any, config: ModelConfig) -> Tokens:
@@ -80,15 +80,55 @@ def begin_chunk(
     token_map: Int[Array, " V"],
     image: Bool[Array, "B T"] | None,
 ) -> tuple[mhc.Residual, Carried, Tokens, Int[Array, "B h"], Int[Array, "B T"]]:
-    """What the first layer takes of a chunk behind a cache; also the history behind it, and where each token went."""
+    """What the first layer takes of a chunk behind a cache; also the history with the chunk's, and where each token went."""
     image = jnp.zeros(ids.shape, bool) if image is None else image
     time = ids.shape[1]
     ids, segments, image, back = _align(ids, live.astype(jnp.int32), image, time)
     layout = chunk_layout(cache.length, jnp.sum(segments, axis=1), time, image)
-    rows, history = extend_history(ids, layout, cache, token_map, config)
+    rows, folded = extend_history(ids, layout, cache, token_map, config)
     tokens = Tokens(ids, layout, fetch_ahead(params, config, rows, policy.compute_dtype))
     residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
-    return residual, Carried(Shared(), cache), tokens, history, back
+    return residual, Carried(Shared(), cache), tokens, folded, back
+
+
+@struct.dataclass
+class Chunk:
+    """A chunk behind the last layer: its tokens' streams and input mix, count ``[B]`` of them, where each went ``[B, T]``;
+    draft_input as `Output` has it, and the cache behind the chunk."""
+
+    streams: jax.Array
+    pre: jax.Array
+    count: jax.Array
+    back: jax.Array
+    draft_input: Any
+    cache: Cache
+
+
+def run_chunk(
+    params: TextParams,
+    config: ModelConfig,
+    policy: Policy,
+    cache: Cache,
+    ids: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    token_map: Int[Array, " V"],
+    image: Bool[Array, "B T"] | None = None,
+    taps: Taps | None = None,
+    defer: bool = False,
+) -> Chunk:
+    """`extend` up to the last layer. defer: the cache is left for `dsv41.cache.commit`, of two tokens or more."""
+    residual, carried, tokens, folded, back = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
+    count, means = jnp.sum(tokens.layout.segments, axis=1), []
+    site = partial(cached_site, defer=True) if defer else cached_site
+    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
+        out = block(residual, layer, plan, carried, tokens, config, policy, taps, site)
+        residual, carried = out.residual, out.carried
+        means.append(out.mean)
+    if defer:
+        cache = replace(carried.cache, history=folded)
+    else:
+        cache = replace(carried.cache, length=cache.length + count, history=latest(folded, count, cache.history.shape[1]))
+    return Chunk(mhc.settle(residual, taps), residual.pre, count, back, draft_input(means, taps), cache)
 
 
 def extend(
@@ -102,39 +142,31 @@ def extend(
     image: Bool[Array, "B T"] | None = None,
     taps: Taps | None = None,
     every: bool = False,
+    draft: DraftParams | None = None,
 ) -> tuple[Float[Array, "B *t V"], Cache]:
     """Logits of the tokens that follow a cache, and the cache behind them: prefill in any chunks, and decode at T = 1.
 
     live: each row's new tokens, one run with padding on either side or none at all (the row's cache stays as it is).
     every: logits of all T positions; else of each row's last new token, ``[B, V]``. A row must stay within the capacity
-    of the cache: entries past it are dropped.
+    of the cache: entries past it are dropped. draft: whose windows the cache has too.
     """
-    residual, carried, tokens, history, back = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
-    count = jnp.sum(tokens.layout.segments, axis=1)
-    for plan, layer in zip(layer_plans(config), params.layers, strict=True):
-        out = block(residual, layer, plan, carried, tokens, config, policy, taps, cached_site)
-        residual, carried = out.residual, out.carried
-    streams, pre = mhc.settle(residual, taps), residual.pre
-    record_draft_input(taps, config)
-    cache = replace(carried.cache, length=cache.length + count, history=history)
+    chunk = run_chunk(params, config, policy, cache, ids, live, token_map, image, taps)
+    streams, pre, after = chunk.streams, chunk.pre, chunk.cache
+    if draft is not None:
+        after = dspark.remember(draft, config, policy, after, chunk.draft_input, cache.length, chunk.count, taps)
     if every:
-        return jnp.take_along_axis(unembed(params, streams, pre, config, taps), back[..., None], axis=1), cache
-    last = jnp.maximum(count - 1, 0)[:, None]
-    return unembed(params, take(streams, last), take(pre, last), config, taps)[:, 0], cache
+        return jnp.take_along_axis(unembed(params, streams, pre, config, taps), chunk.back[..., None], axis=1), after
+    last = jnp.maximum(chunk.count - 1, 0)[:, None]
+    return unembed(params, take(streams, last), take(pre, last), config, taps)[:, 0], after
 
 
-def embed(params: TextParams, ids: Int[Array, "B T"], config: ModelConfig, policy: Policy) -> Float[Array, "B T N D"]:
-    """Embedding rows copied to every residual stream (§3)."""
-    table = gathered(params.embed, text_specs(config).embed)
-    rows = embedded(table, jnp.clip(ids, 0, config.vocab_size - 1)).astype(policy.compute_dtype)
-    return jnp.broadcast_to(rows[:, :, None], (*ids.shape, config.hc_mult, config.hidden_size))
-
-
-def record_draft_input(taps: Taps | None, config: ModelConfig) -> None:
-    """Keeps the stream means entering the layers that the draft stages read (§12.2)."""
-    if taps is not None and config.num_nextn_predict_layers:
-        means = [taps[f"layers.{layer}.input_mean"] for layer in config.dspark_target_layer_ids]
-        record(taps, "dspark_main_hidden", jnp.concatenate(means, axis=-1))
+def draft_input(means: list[Array | None], taps: Taps | None) -> Array | None:
+    """The stream means that entered the tapped layers, side by side ``[B, T, M]`` (§12.2)."""
+    kept = [mean for mean in means if mean is not None]
+    joined = jnp.concatenate(kept, axis=-1) if kept else None
+    if joined is not None:
+        record(taps, "dspark_main_hidden", joined)
+    return joined
 
 
 def unembed(
@@ -212,17 +244,19 @@ def features(
         out = run(residual, layer, plan, shared, seen, config, policy, taps, site)
         residual, shared = out.residual, out.carried
         outs.append(out)
-    record_draft_input(taps, config)
     streams = mhc.settle(residual, taps)
     kl = [out.index_kl for out, plan in zip(outs, layer_plans(config), strict=True) if plan.selects]
     if policy.index_teacher == "served":
         kl = [*kl[1:], served_kl(shared, tokens.layout)]
+    turned = lambda a: context.turned(a, back, config.document_alignment - 1)  # noqa: E731
+    drafts = draft_input([out.mean for out in outs], taps)
     return Output(
-        context.turned(final_hidden(params, streams, residual.pre, config, taps), back, config.document_alignment - 1),
+        turned(final_hidden(params, streams, residual.pre, config, taps)),
         None,
         jnp.stack([out.load for out in outs]),
         jnp.stack([out.balance for out in outs]),
         jnp.stack(kl) if kl else jnp.zeros((0,), jnp.float32),
+        None if drafts is None else turned(drafts),
     )
 
 

@@ -1,8 +1,8 @@
 """Every weight, declared once: shape, axes, initialiser, optimizer family, released name and stored form (architecture §14).
 
-`text_specs` gives a tree of `ParamSpec` in the shape of `TextParams`; initial values, counts, stored bytes, checkpoint
-names and the optimizer's partition are derived from it. Weights keep the released orientation ``[out, in]``, y = x W^T;
-the experts of a layer are stacked on a leading axis where the release has one tensor an expert.
+`text_specs` and `draft_specs` give trees of `ParamSpec` in the shape of `TextParams` and `DraftParams`; initial values, counts,
+stored bytes, checkpoint names and the optimizer's partition are derived from them. Weights keep the released orientation
+``[out, in]``, y = x W^T; the experts of a layer are stacked on a leading axis where the release has one tensor an expert.
 """
 
 import math
@@ -19,7 +19,7 @@ from flax import struct
 from jaxtyping import PRNGKeyArray
 
 from dsv41.config import ModelConfig
-from dsv41.plan import LayerPlan, layer_plans
+from dsv41.plan import LayerPlan, draft_plans, layer_plans, stage_config
 from dsv41.quant import ENGRAM_ROW, EXPERT_WEIGHT
 
 Family = Literal["muon", "adamw", "sinkhorn", "sign", "frozen"]
@@ -200,6 +200,20 @@ class TextParams:
     hc_head: HyperConnection | None
 
 
+@struct.dataclass
+class DraftParams:
+    """The drafter (§12.1): main_proj ``[D, M]``, M widths of the tapped layers, main_norm, norm ``[D]``, the Markov head's two
+    tables ``[V, R]``, confidence ``[1, D + R]``; embedding and head are the text model's."""
+
+    main_proj: Any
+    main_norm: Any
+    stages: tuple[LayerParams, ...]
+    norm: Any
+    markov_embed: Any
+    markov_head: Any
+    confidence: Any
+
+
 def _gain(width: int, key: str, axis: str | None = None) -> ParamSpec:
     return ParamSpec((width,), (axis,), key, "bf16", "adamw", "ones")
 
@@ -325,11 +339,37 @@ def text_specs(config: ModelConfig) -> TextParams:
     table = (config.vocab_size, config.hidden_size)
     return TextParams(
         embed=ParamSpec(table, ("vocab", "embed"), "embed.weight", "bf16", "sinkhorn", decay=False),
-        layers=tuple(layer_specs(config, plan, f"layers.{plan.layer}") for plan in layer_plans(config)),
+        layers=tuple(layer_specs(config, plan, plan.name) for plan in layer_plans(config)),
         norm=_gain(config.hidden_size, "norm.weight", "embed"),
         head=ParamSpec(table, ("vocab", "embed"), "head.weight", "bf16", "sinkhorn", decay=False),
         hc_head=None if config.hc_single_pass else _hyper(config, "hc_head", config.hc_mult, 1),
     )
+
+
+@cache
+def draft_specs(config: ModelConfig) -> DraftParams | None:
+    """The draft stages' weights in the shape of `DraftParams`; None where the config has no stage."""
+    plans, d, rank = draft_plans(config), config.hidden_size, config.dspark_markov_rank
+    if not plans:
+        return None
+    last, inputs = f"mtp.{len(plans) - 1}", d * len(config.dspark_target_layer_ids)
+    table = lambda key: ParamSpec((config.vocab_size, rank), ("vocab", None), key, "bf16", "sinkhorn", decay=False)  # noqa: E731
+    confidence = f"{last}.confidence_head.proj.weight"
+    return DraftParams(
+        main_proj=ParamSpec((d, inputs), ("embed", None), "mtp.0.main_proj.weight", "fp8", "muon"),
+        main_norm=_gain(d, "mtp.0.main_norm.weight", "embed"),
+        stages=tuple(layer_specs(stage_config(config), plan, plan.name) for plan in plans),
+        norm=_gain(d, f"{last}.norm.weight", "embed"),
+        markov_embed=table(f"{last}.markov_head.embed.weight"),
+        markov_head=table(f"{last}.markov_head.head.weight"),
+        confidence=ParamSpec((1, d + rank), (None, None), confidence, "bf16", "adamw", "zeros", decay=False),
+    )
+
+
+def block_specs(config: ModelConfig, plan: LayerPlan) -> LayerParams:
+    """The weights of the block that ``plan`` is of, a layer's or a draft stage's."""
+    draft = draft_specs(config)
+    return draft.stages[plan.layer] if draft is not None and plan.half == "draft" else text_specs(config).layers[plan.layer]
 
 
 def map_specs(function: Any, specs: Any, *rest: Any) -> Any:
@@ -365,12 +405,8 @@ def init_std(config: ModelConfig, spec: ParamSpec) -> float:
     return min(config.initializer_range, spec.shape[-1] ** -0.5)
 
 
-def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
-    """Initial weights. Each leaf's key is folded from its name, so a value does not depend on the tree around it.
-
-    Matrices: truncated normal of std min(initializer_range, 1/sqrt(fan_in)); gains 1; biases and sinks 0; mHC scales
-    0.01 (training §3.4).
-    """
+def _initial(config: ModelConfig, specs: Any, key: PRNGKeyArray) -> Any:
+    """Initial weights of a tree of specs."""
 
     def leaf(spec: ParamSpec) -> jax.Array:
         own = jax.random.fold_in(key, np.uint32(zlib.crc32(spec.key.encode())))
@@ -382,4 +418,18 @@ def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
             return _balanced_experts(own, spec, config.n_routed_experts)
         return jnp.float32(init_std(config, spec)) * jax.random.truncated_normal(own, -3.0, 3.0, spec.shape, jnp.float32)
 
-    return map_specs(leaf, text_specs(config))
+    return map_specs(leaf, specs)
+
+
+def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
+    """Initial weights. Each leaf's key is folded from its name, so a value does not depend on the tree around it.
+
+    Matrices: truncated normal of std min(initializer_range, 1/sqrt(fan_in)); gains 1; biases and sinks 0; mHC scales
+    0.01 (training §3.4).
+    """
+    return _initial(config, text_specs(config), key)
+
+
+def init_draft(config: ModelConfig, key: PRNGKeyArray) -> DraftParams:
+    """`init_params` of the drafter; the config has draft stages."""
+    return _initial(config, draft_specs(config), key)

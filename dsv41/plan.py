@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Literal
 
-from dsv41.config import ModelConfig
+from dsv41.config import ModelConfig, replace
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV
 
 Mode = Literal["swa", "full", "reindex", "reuse"]
@@ -18,7 +18,7 @@ class LayerPlan:
     """What one layer does. ``None`` stands for "has none"; the byte counts are of the layer's own cache."""
 
     layer: int
-    half: Literal["encoder", "decoder"]
+    half: Literal["encoder", "decoder", "draft"]
     ratio: int
     mode: Mode
     kv_source: int | None
@@ -28,6 +28,12 @@ class LayerPlan:
     routing: Literal["score", "hash"]
     cache_bytes_per_token: float
     cache_bytes_window: int
+    tapped: bool = False  # the draft stages read the mean of the streams that enter
+
+    @property
+    def name(self) -> str:
+        """Of the block among released weights and recorded values."""
+        return f"{'mtp' if self.half == 'draft' else 'layers'}.{self.layer}"
 
     @property
     def owns_kv(self) -> bool:
@@ -68,9 +74,25 @@ def layer_plans(config: ModelConfig) -> tuple[LayerPlan, ...]:
                 routing="hash" if layer < config.num_hash_layers else "score",
                 cache_bytes_per_token=row / ratio if full else 0,
                 cache_bytes_window=window,
+                tapped=bool(config.num_nextn_predict_layers) and layer in config.dspark_target_layer_ids,
             )
         )
     return tuple(plans)
+
+
+@cache
+def draft_plans(config: ModelConfig) -> tuple[LayerPlan, ...]:
+    """The draft stages: windows alone, whatever the backbone does, with experts of their own (§12.1)."""
+    window = config.sliding_window * WINDOW_KV.row_bytes(config.head_dim)
+    stages = range(config.num_nextn_predict_layers)
+    return tuple(LayerPlan(n, "draft", 0, "swa", None, None, None, None, "score", 0, window) for n in stages)
+
+
+@cache
+def stage_config(config: ModelConfig) -> ModelConfig:
+    """The config of the draft stages' blocks: their numbers of experts in place of the backbone's."""
+    experts = {"n_routed_experts": config.dspark_n_routed_experts, "num_experts_per_tok": config.dspark_num_experts_per_tok}
+    return replace(config, **experts)
 
 
 def cache_bytes_per_token(config: ModelConfig) -> float:

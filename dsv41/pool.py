@@ -47,6 +47,7 @@ def slot_of(cache: Cache, slot: Int[Array, ""], fresh: Bool[Array, ""]) -> Cache
         jnp.where(fresh, -1, history),
         tuple(map(own, cache.windows)),
         tuple(replace(s, **{name: own(tail) for name, tail in tails(s).items()}) for s in cache.sources),
+        tuple(map(own, cache.drafts)),
     )
 
 
@@ -62,6 +63,7 @@ def with_slot(cache: Cache, slot: Int[Array, ""], one: Cache) -> Cache:
         put_one(cache.history, one.history),
         tuple(map(put_one, cache.windows, one.windows)),
         tuple(sources),
+        tuple(map(put_one, cache.drafts, one.drafts)),
     )
 
 

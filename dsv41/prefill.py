@@ -19,11 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dsv41 import mhc
 from dsv41.block import Tokens, block
-from dsv41.cache import Cache, Carried, cached_site, chunk_layout, extend_source, take
+from dsv41.cache import Cache, Carried, cached_site, chunk_layout, extend_source, latest, take
 from dsv41.config import ModelConfig
-from dsv41.model import begin_chunk, unembed
+from dsv41.dspark import remember
+from dsv41.model import begin_chunk, draft_input, unembed
 from dsv41.numerics import Policy
-from dsv41.params import TextParams
+from dsv41.params import DraftParams, TextParams
 from dsv41.plan import layer_plans
 from dsv41.replay import decoder_input, gather
 from dsv41.site import Shared
@@ -75,25 +76,29 @@ def prefill(
     rows: int,
     image: Bool[Array, "B T"] | None = None,
     restored: Restored | None = None,
+    draft: DraftParams | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """A chunk of prompts of ``end`` tokens: logits of each row's last new token, and the cache behind the chunk.
 
     ids, live, image: as `dsv41.model.extend` takes them, a row's tokens within its prompt. rows: of the decoder, counted from
     the prompt's end, so that the outcome does not depend on the chunks; 0 for a chunk that has none of any prompt's. Logits of a
     row without one of them in this chunk mean nothing. The config has a decoder half. restored: the same for every chunk of a
-    prompt, whose first token is the one at the cache's length, by `replay_start`.
+    prompt, whose first token is the one at the cache's length, by `replay_start`. draft: as `extend` takes it.
     """
-    residual, carried, tokens, history, _ = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
+    residual, carried, tokens, folded, _ = begin_chunk(params, config, policy, cache, ids, live, token_map, image)
     time, count = ids.shape[1], jnp.sum(tokens.layout.segments, axis=1)
+    history = latest(folded, count, cache.history.shape[1])
     kept, lowest, site = None, jnp.zeros_like(end), cached_site
     if restored is not None:
         kept, lowest, site = restored.kept, restored.floor, partial(cached_site, kept=restored.kept)
         tokens = replace(tokens, layout=replace(tokens.layout, floor=jnp.broadcast_to(lowest[:, None], ids.shape)))
     layers = list(zip(layer_plans(config), params.layers, strict=True))
     first = len(layers) - decoder_layers(config)
+    means: Any = []
     for plan, layer in layers[:first]:
         out = block(residual, layer, plan, carried, tokens, config, policy, None, site)
         residual, carried = out.residual, out.carried
+        means.append(out.mean)
 
     plan, layer = layers[first]
     x = decoder_input(residual, layer, plan, tokens, config)
@@ -111,11 +116,16 @@ def prefill(
     floor = jnp.broadcast_to(jnp.maximum(end - rows, lowest)[:, None], index.shape)
     tokens = Tokens(pick(tokens.ids), replace(layout, floor=floor), jax.tree.map(pick, tokens.engram_rows))
     residual: Any = jax.tree.map(pick, residual)
+    means = jax.tree.map(pick, means)
     carried = Carried(Shared(main_kv=source.main_kv, index_k=source.index_k), replace(written, length=at))
     site = partial(cached_site, publishes=False)
     for plan, layer in layers[first:]:
         out = block(residual, layer, plan, carried, tokens, config, policy, None, site)
         residual, carried = out.residual, out.carried
+        means.append(out.mean)
+    written = carried.cache
+    if draft is not None:
+        written = remember(draft, config, policy, written, draft_input(means, None), at, count - skipped)
     last = jnp.maximum(count - skipped - 1, 0)[:, None]
     streams, pre = take(mhc.settle(residual, None), last), take(residual.pre, last)
-    return unembed(params, streams, pre, config, None)[:, 0], behind(carried.cache)
+    return unembed(params, streams, pre, config, None)[:, 0], behind(written)

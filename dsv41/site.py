@@ -70,7 +70,7 @@ def window_rows(
 ) -> Array:
     """The layer's own window rows ``[B, T, K]`` (§4.2)."""
     kv = attention.window_kv(x, layout.positions, params, config, plan.ratio)
-    name = f"layers.{plan.layer}.attn.swa_kv"
+    name = f"{plan.name}.attn.swa_kv"
     record(taps, f"{name}_prequant", kv)
     kv = form(kv, WINDOW_KV, policy.quantize_window)
     record(taps, name, kv)
@@ -88,7 +88,7 @@ def publish(
     form: Former = quantized,
 ) -> tuple[Rows, Rows]:
     """Main KV entries ``[B, S, K]`` and index keys ``[B, S, KI]`` of new latents at their groups' positions (§5, §7)."""
-    name = f"layers.{plan.layer}"
+    name = plan.name
     record(taps, f"{name}.attn.latent", latent)
     entries = compress.main_kv(latent, positions, config, plan.ratio)
     record(taps, f"{name}.attn.main_kv_prequant", entries)
@@ -118,7 +118,7 @@ def choose(
 
     gather: see `indexer.selection`. Also the scores of what is selected, for the indexer's loss.
     """
-    name = f"layers.{plan.layer}.indexer"
+    name = f"{plan.name}.indexer"
     # Detached inputs: the indexer learns from its own loss only, the model from the language loss only.
     detached = lax.stop_gradient((x, latent_q))
     queries = indexer.index_queries(*detached, layout.positions, params.indexer, config, policy, plan.ratio, taps, name)
@@ -160,7 +160,7 @@ def read(
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "B T k"] | None]:
     """The site's output, and what ``core`` says of each selected entry's probability (§4)."""
     q = attention.queries(latent_q, layout.positions, params, config, plan.ratio)
-    name = f"layers.{plan.layer}.attn"
+    name = f"{plan.name}.attn"
     record(taps, f"{name}.q", q)
     out, mass = core(q)
     mass = None if mass is None else total(mass, "model")

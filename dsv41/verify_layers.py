@@ -10,7 +10,7 @@ from dsv41.block import block, first_mix
 from dsv41.config import ModelConfig
 from dsv41.indexer import candidate_blocks
 from dsv41.mhc import Residual, settle
-from dsv41.model import embed, make_tokens, record_draft_input, unembed
+from dsv41.model import draft_input, embed, make_tokens, unembed
 from dsv41.numerics import Policy, Taps, record
 from dsv41.params import TextParams
 from dsv41.plan import LayerPlan, layer_plans
@@ -42,11 +42,13 @@ def _run(params: TextParams, config: ModelConfig, policy: Policy, want: dict[str
     ids = want["input_ids"]
     tokens = make_tokens(ids, jnp.ones_like(ids), None, token_map, config)
     residual = Residual(embed(params, ids, config, policy), first_mix(ids, config))
+    means = []
     for plan, layer in zip(layer_plans(config), params.layers, strict=True):
         out = block(residual, layer, plan, _shared(want, plan, config), tokens, config, policy, taps)
         settle(out.residual, taps)
+        means.append(out.mean)
         residual = Residual(want[f"layers.{plan.layer}.streams"], want[f"layers.{plan.layer}.hc_ffn.pre"])
-    record_draft_input(taps, config)
+    draft_input(means, taps)
     record(taps, "logits", unembed(params, residual.streams, residual.pre, config, taps))
     return taps
 

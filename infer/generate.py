@@ -26,7 +26,9 @@ from dsv41.sharding import ROWS, mesh_sizes, row_parts, shardings
 from infer.continuation import Continuation, check_prompt
 from infer.model import Model
 from infer.prefix import Hit, PrefixCache, lengths
-from infer.sampling import Sampling, sample, sampling_rows
+from infer.rounds import Rounds, programs
+from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
+from infer.schedule import NO_DRAFTS, Drafting
 from infer.steps import CHUNKS, DecoderReplay, Steps, chunk_width
 
 SMALLEST_CAPACITY = 64
@@ -49,7 +51,10 @@ class Generation:
 
 @dataclass
 class Speed:
-    """What a batch took: real tokens, seconds without compiling, and bytes of the cache."""
+    """What a batch took: real tokens, seconds without compiling, and bytes of the cache.
+
+    drafted, accepted: drafts that were verified and that stayed; rounds: verifications, each of one request.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -58,15 +63,19 @@ class Speed:
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
     cache_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
 
     def line(self) -> str:
         """One line for people."""
         rate = lambda n, s: f"{n / s:,.0f}" if s > 0 else "-"  # noqa: E731
+        drafts = f"; accepted {self.accepted} of {self.drafted} drafts" if self.drafted else ""
         found = f"; found {self.cached_tokens} tokens in the prefix cache" if self.cached_tokens else ""
         return (
             f"prefill {self.prompt_tokens} tokens, {rate(self.prompt_tokens, self.prefill_seconds)} tokens/s;"
             f" decode {self.new_tokens} tokens, {rate(self.new_tokens, self.decode_seconds)} tokens/s;"
-            f" cache {self.cache_bytes:,} bytes; compiled in {self.compile_seconds:.1f} s{found}"
+            f" cache {self.cache_bytes:,} bytes; compiled in {self.compile_seconds:.1f} s{drafts}{found}"
         )
 
 
@@ -92,7 +101,7 @@ class Generator:
     """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
     decoder_replay: see `Steps`. prefix: of the same model, policy and replay; prompts begin with what it has, and leave their
-    blocks in it.
+    blocks in it. drafting: how the model's drafter is used; its mode may be off.
     """
 
     def __init__(
@@ -101,17 +110,24 @@ class Generator:
         policy: Policy | None = None,
         decoder_replay: DecoderReplay = "full",
         prefix: PrefixCache | None = None,
+        drafting: Drafting = NO_DRAFTS,
     ):
         if prefix is not None and model.mesh is not None:
             raise UserError("prefix_cache: found one on a mesh, allowed is one device")
         self.model, self.policy, self.prefix = model, policy or Policy(), prefix
+        self.drafting = drafting
+        if drafting.mode != "off" and model.draft is None:
+            raise UserError(f"draft: found {drafting.mode!r} for a model without a drafter, allowed is 'off'")
+        drafting.check(model.config)
+        drafter = model.draft if drafting.mode != "off" else None
+        self._weights = (model.params, drafter)
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
         steps = self._steps = Steps(model, self.policy, decoder_replay)
 
         def fill(
             early: bool,
-            params: Any,
+            weights: Any,
             cache: Cache,
             ids: jax.Array,
             live: jax.Array,
@@ -119,7 +135,8 @@ class Generator:
             last: jax.Array,
             restored: Restored | None = None,
         ) -> tuple[jax.Array, Cache]:
-            logits, cache = steps.fill(params, cache, ids, live, end, early, restored)
+            params, drafter = weights
+            logits, cache = steps.fill(params, cache, ids, live, end, early, restored, drafter)
             return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
         self._functions = {
@@ -130,8 +147,11 @@ class Generator:
             "decode": (steps.decode, 1),
             "first": (sample, ()),
         }
+        if drafter is not None:
+            for name, function in programs(model.config, self.policy, steps.fold).items():
+                self._functions[name] = (function, () if name == "draft" else 1)
 
-    def _call(self, speed: Speed, kind: str, key: tuple, *args: Any) -> Any:
+    def _call(self, speed: Speed, kind: str, key: tuple, *args: Any, timed: bool = True) -> Any:
         """Runs a program, compiled before the clock starts."""
         args = self._placed(args)
         if (kind, *key) not in self.programs:
@@ -144,6 +164,8 @@ class Generator:
         began = time.perf_counter()
         out = jax.block_until_ready(self.programs[kind, *key](*args))
         spent = time.perf_counter() - began
+        if not timed:
+            return out
         if kind.startswith(("encode", "prefill")):
             speed.prefill_seconds += spent
         else:
@@ -181,7 +203,7 @@ class Generator:
         multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
         room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))
         speed = Speed()
-        cache = init_cache(config, self.policy, batch, room)
+        cache = init_cache(config, self.policy, batch, room, self.drafting.mode != "off")
         speed.cache_bytes = cache_bytes(cache)
         hits, cache = self._restore(prompts, cache)
         last, cache = self._prefill(prompts, cache, (batch, room), hits, speed)
@@ -193,21 +215,33 @@ class Generator:
         tokens, logprobs = self._call(speed, "first", (batch,), last, jnp.asarray(length), rows)
         ends = self._ends(samplings, batch)
         left = np.zeros(batch, np.int32)
-        made = np.asarray(tokens)[None], np.asarray(logprobs)[None]
+        new, said = np.asarray(tokens)[None], np.asarray(logprobs)[None]
+        key = (batch, room, ends.shape[1])
+        rounds = Rounds(
+            self.drafting, config, lambda name, *args, **more: self._call(speed, name, key, self._weights, *args, **more)
+        )
+        run: Any = rounds.step if self.drafting.mode != "off" else partial(self._decode, speed, key)
         while True:
-            self._account(requests, *made, on_text)
+            self._account(requests, new, said, on_text)
             left[: len(requests)] = [0 if r.finish else r.sampling.max_new_tokens - len(r.ids) for r in requests]
             if not left.any():
                 break
-            args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
-            drawn, cache, tokens = self._call(speed, "decode", (batch, room, ends.shape[1]), *args)
-            made = np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
+            new, said, cache, tokens = run(cache, tokens, left, ends, rows)
         speed.new_tokens = sum(len(request.ids) for request in requests)
+        speed.drafted, speed.accepted, speed.rounds = rounds.drafted, rounds.accepted, rounds.count
         self._keep([[*ids, *r.ids[:-1]] for ids, r in zip(prompts, requests, strict=True)], cache, hits)
         done = [
             Generation(r.ids, r.logprobs, r.text, r.finish or "length", hit.kept) for r, hit in zip(requests, hits, strict=True)
         ]
         return done, speed
+
+    def _decode(
+        self, speed: Speed, key: tuple, cache: Cache, tokens: jax.Array, left: np.ndarray, ends: jax.Array, rows: SamplingRows
+    ) -> tuple[np.ndarray, np.ndarray, Cache, jax.Array]:
+        """A block of steps: new tokens and their log-probabilities ``[steps, B]``, the cache behind them, the last tokens."""
+        args = self.model.params, cache, tokens, jnp.asarray(left), ends, rows
+        drawn, cache, tokens = self._call(speed, "decode", key, *args)
+        return np.asarray(drawn.tokens), np.asarray(drawn.logprobs), cache, tokens
 
     def _place(self, row: int, cache: Cache) -> int:
         """Number of a row's first block, see `dsv41.restore.take_blocks`."""
@@ -276,7 +310,7 @@ class Generator:
             for n, rest in enumerate(rests):
                 part = rest[at : at + width]
                 ids[n, : len(part)], live[n, : len(part)] = part, True
-            args = self.model.params, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last, *restored
+            args = self._weights, cache, jnp.asarray(ids), jnp.asarray(live), jnp.asarray(end), last, *restored
             kind = "encode" if self._steps.early(at + width, min(map(len, rests)), behind) else "prefill"
             last, cache = self._call(speed, f"{kind}_behind" if behind else kind, (*shape, width), *args)
             at += width

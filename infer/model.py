@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
+from dsv41.hf.draft import CARRIED, from_carried, has_draft
 from dsv41.params import abstract_params, text_specs
 from dsv41.sharding import Sizes, check_mesh, make_mesh, parse_mesh, shardings
 from dsv41.tokenmap import token_map
@@ -26,6 +27,7 @@ class Model:
     """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known.
 
     mesh: where the weights lie, each computed with in place: cut by heads, experts, vocabulary and a table's rows alone.
+    draft: the drafter's `dsv41.params.DraftParams`, where it was asked for.
     """
 
     params: Any
@@ -35,6 +37,7 @@ class Model:
     step: int
     fingerprint: bytes = b""
     mesh: Mesh | None = None
+    draft: Any = None
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
@@ -56,8 +59,9 @@ def model_digest(model: Model) -> bytes:
     return found.digest()
 
 
-def load_model(run: Path, mesh: str | None = None) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none.
+def load_model(run: Path, mesh: str | None = None, draft: bool = False) -> Model:
+    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none, or with ``draft`` no
+    drafter in it.
 
     mesh: devices by axis, as `dsv41.sharding.parse_mesh` reads it, in place of one device; `UserError` where the model or this
     machine cannot have it.
@@ -83,7 +87,18 @@ def load_model(run: Path, mesh: str | None = None) -> Model:
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
-    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on)
+    drafter = _drafter(run, latest, config) if draft else None
+    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on, drafter)
+
+
+def _drafter(run: Path, step: int, config: ModelConfig) -> Any:
+    checkpoints = Checkpoints(run / "checkpoints", 1)
+    if not has_draft(checkpoints.described(step).get(CARRIED, {})):
+        raise UserError(
+            f"draft: found no drafter in {str(run)!r}, allowed is a folder with one: of dsv41 train --recipe dspark, or of"
+            " dsv41 convert from weights with draft stages; nearest is 'off'"
+        )
+    return from_carried(config, checkpoints.restore_extra(step, CARRIED))
 
 
 def _make_mesh(text: str, config: ModelConfig) -> Mesh:

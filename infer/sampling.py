@@ -119,20 +119,68 @@ def _scaled(logits: Float[Array, "B V"], drawn: Bool[Array, " B"], temperature: 
     return (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawn, temperature, 1.0)[:, None]
 
 
-def _draw(scaled: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows) -> Int32[Array, " B"]:
-    vocab = scaled.shape[-1]
+def _key(seed: Array, at: Array, purpose: int) -> Array:
+    """Of a position's draw: 0 the token itself, 1 a draft of it, 2 whether a draft stays."""
+    # The one generator whose numbers are the same under vmap.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)
+    return jax.random.fold_in(key, purpose) if purpose else key
 
-    def noise(seed: Array, at: Array) -> Array:
-        # The one generator whose numbers are the same under vmap; "high" because 129280 draws of 23 bits tie at the top.
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at)
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
 
+def noise(rows: SamplingRows, position: Int[Array, " B"], vocab: int, purpose: int = 0) -> Float[Array, "B V"]:
+    """Gumbel noise of each row's position: the largest of logits and noise is a draw."""
+
+    def one(seed: Array, at: Array) -> Array:
+        # "high" because 129280 draws of 23 bits tie at the top.
+        return jax.random.gumbel(_key(seed, at, purpose), (vocab,), jnp.float32, mode="high")
+
+    return jax.vmap(one)(rows.seed, position)
+
+
+def uniforms(rows: SamplingRows, position: Int[Array, "B n"], purpose: int) -> Float[Array, "B n"]:
+    """Numbers of [0, 1), one for each of a row's positions."""
+    one = lambda seed, at: jax.random.uniform(_key(seed, at, purpose), (), jnp.float32)  # noqa: E731
+    return jax.vmap(jax.vmap(one, (None, 0)))(rows.seed, position)
+
+
+def distribution(logits: Float[Array, "B n V"], rows: SamplingRows) -> Float[Array, "B n V"]:
+    """Probabilities that `sample` draws by, of n positions of each row; those of a greedy row are 1 and 0."""
+    batch, count, vocab = logits.shape
+    flat, rows = logits.astype(jnp.float32).reshape(-1, vocab), jax.tree.map(lambda a: jnp.repeat(a, count), rows)
+    greedy = jax.nn.one_hot(jnp.argmax(flat, axis=-1), vocab, dtype=jnp.float32)
+    drawn = rows.temperature >= float(_FLOAT32.tiny)
+
+    def spread() -> Array:
+        scaled = _scaled(flat, drawn, rows.temperature)
+        found = jax.nn.softmax(jnp.where(_kept(scaled, rows), scaled, -jnp.inf), axis=-1)
+        return jnp.where(drawn[:, None], found, greedy)
+
+    return lax.cond(jnp.any(drawn), spread, lambda: greedy).reshape(batch, count, vocab)
+
+
+def pick(probs: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows, purpose: int = 0) -> Int32[Array, " B"]:
+    """A draw of each row from its `distribution`, or the rest of one, for a position; of a greedy row the likeliest."""
+    likeliest = jnp.argmax(probs, axis=-1).astype(jnp.int32)
+    drawn = rows.temperature >= float(_FLOAT32.tiny)
+
+    def draw() -> Array:
+        noisy = jnp.log(probs) + noise(rows, position, probs.shape[-1], purpose)
+        return jnp.where(drawn, jnp.argmax(noisy, axis=-1).astype(jnp.int32), likeliest)
+
+    return lax.cond(jnp.any(drawn), draw, lambda: likeliest)
+
+
+def _kept(scaled: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
+    """Which tokens the filters leave."""
     # Every other filter keeps the likeliest tokens too, so min-p may come from the same logits as top-k and top-p.
     kept = jnp.exp(scaled) >= rows.min_p[:, None]
     cut = (rows.top_k > 0) | (rows.top_p < 1)
     kept &= lax.cond(jnp.any(cut), lambda: _top_k_top_p(scaled, rows), lambda: jnp.ones(scaled.shape, bool))
+    return kept
+
+
+def _draw(scaled: Float[Array, "B V"], position: Int[Array, " B"], rows: SamplingRows) -> Int32[Array, " B"]:
     # Noise belongs to an id, not to a rank: logits that differ in the last bit give the same token nearly always.
-    noisy = jnp.where(kept, scaled + jax.vmap(noise)(rows.seed, position), -jnp.inf)
+    noisy = jnp.where(_kept(scaled, rows), scaled + noise(rows, position, scaled.shape[-1]), -jnp.inf)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 

@@ -13,6 +13,7 @@ from dsv41.cache import Cache
 from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import Policy
+from dsv41.params import DraftParams
 from dsv41.prefill import Restored, decoder_layers, halo_rows, prefill
 from dsv41.sharding import ROWS, greatest
 from infer.model import Model
@@ -81,13 +82,14 @@ class Steps:
         end: Int[Array, " B"],
         early: bool,
         restored: Restored | None = None,
+        draft: DraftParams | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Logits of each row's last token of a chunk, and the cache behind it; early: see `early`, then they mean nothing."""
         rows = self._rows(restored is not None)
         if rows is None:
-            return extend(params, self.config, self.policy, cache, ids, live, self.fold)
+            return extend(params, self.config, self.policy, cache, ids, live, self.fold, draft=draft)
         rows = 0 if early else rows
-        return prefill(params, self.config, self.policy, cache, ids, live, self.fold, end, rows, restored=restored)
+        return prefill(params, self.config, self.policy, cache, ids, live, self.fold, end, rows, restored=restored, draft=draft)
 
     def draw(
         self, logits: Float[Array, "B V"], at: Int[Array, " B"], rows: SamplingRows, asked: Bool[Array, ""] | bool = False

@@ -11,7 +11,7 @@ from dsv41.config import ModelConfig, RopeScaling, preset, replace
 from dsv41.hashing import table_primes
 from dsv41.model import forward
 from dsv41.numerics import Policy
-from dsv41.params import init_params
+from dsv41.params import init_draft, init_params
 from dsv41.tokenmap import token_map
 from infer.model import Model
 from train.tokenizer import train_tokenizer
@@ -58,7 +58,10 @@ def tiny_config(**changes) -> ModelConfig:
 @cache
 def tiny_params(config: ModelConfig, seed: int = 0):
     """Initial weights moved off their trivial values: gains, sinks, biases and mHC coefficients all differ."""
-    params = init_params(config, jax.random.key(seed))
+    return _shaken(init_params(config, jax.random.key(seed)), seed)
+
+
+def _shaken(params, seed: int):
     rng = np.random.default_rng(seed)
 
     def shake(leaf):
@@ -68,6 +71,26 @@ def tiny_params(config: ModelConfig, seed: int = 0):
         return leaf + noise * np.float32(0.2 if leaf.ndim < 2 else 1.0 / leaf.shape[-1] ** 0.5)
 
     return jax.tree.map(shake, params)
+
+
+def drafting_config(**changes) -> ModelConfig:
+    """Four layers, SWA, Full of ratio 2, Full of ratio 1 with pool, Reindex, and two draft stages that read the last three."""
+    base = tiny_config(
+        num_hidden_layers=4,
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2,
+        num_nextn_predict_layers=2,
+        dspark_target_layer_ids=(1, 2, 3),
+        compress_ratios=(0, 2, 1, 1, 0, 0),
+    )
+    return replace(base, **changes)
+
+
+@cache
+def tiny_draft(config: ModelConfig, seed: int = 1):
+    """`tiny_params` of a drafter."""
+    return _shaken(init_draft(config, jax.random.key(seed)), seed)
 
 
 @cache

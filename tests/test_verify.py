@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def model(tmp_path: Path) -> Path:
     """A copy of the model folder with the float32 case only."""
     folder = tmp_path / "model"
-    shutil.copytree(GOLDEN / "model_a", folder, ignore=shutil.ignore_patterns("quant_*", "decode_*"))
+    shutil.copytree(GOLDEN / "model_a", folder, ignore=shutil.ignore_patterns("quant_*", "decode_*", "dspark_*"))
     return folder
 
 
@@ -36,7 +36,7 @@ def _change(file: Path, name: str, change: Callable[[np.ndarray], None]) -> None
 
 
 def test_a_changed_decode_step_is_found(tmp_path):
-    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*"))
+    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*", "dspark_*"))
 
     def other(a: np.ndarray) -> None:
         a[0, 2, 0] = 1 if a[0, 2, 0] != 1 else 0
@@ -53,12 +53,28 @@ def test_a_changed_decode_step_is_found(tmp_path):
 
 @pytest.mark.parametrize("value", [None, 0, 20, -3, [3, 4], 2.5])
 def test_an_impossible_prefill_length_is_one_error(tmp_path, value):
-    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*"))
+    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_quant*", "dspark_*"))
     case = tmp_path / "model" / "decode_fp32_p8_t20.safetensors"
     tensors = load_file(case)
     del tensors["prefill_len"]
     save_file(tensors if value is None else {**tensors, "prefill_len": np.asarray(value)}, case)
     with pytest.raises(UserError, match=r"prefill_len: found .* from 1 to 19"):
+        run([tmp_path / "model"], None, [])
+
+
+def test_a_quantised_draft_case_needs_what_its_stages_read(tmp_path):
+    """From it the stages run: a moved code of the backbone would be in every draft behind it."""
+    shutil.copytree(GOLDEN / "model_a", tmp_path / "model", ignore=shutil.ignore_patterns("*len7*", "decode_*", "dspark_fp32*"))
+    case = tmp_path / "model" / "dspark_quant_p6_t14.safetensors"
+    tensors = load_file(case)
+    for other in ({}, {"draft.main_hidden": tensors["draft.main_hidden"][..., :5]}):
+        save_file({**{name: a for name, a in tensors.items() if name != "draft.main_hidden"}, **other}, case)
+        with pytest.raises(
+            UserError, match=r"allowed are prefill_main_hidden and draft\.main_hidden of 192 numbers for each token"
+        ):
+            run([tmp_path / "model"], None, [])
+    (tmp_path / "model" / "weights-draft.safetensors").unlink()
+    with pytest.raises(UserError, match="draft: found none of the"):
         run([tmp_path / "model"], None, [])
 
 
@@ -87,6 +103,8 @@ def test_golden_files_pass(tmp_path):
         "quant_len7.safetensors",
         "decode_fp32_p8_t20.safetensors",
         "decode_quant_p1_t12.safetensors",
+        "dspark_fp32_p6_t14.safetensors",
+        "dspark_quant_p6_t14.safetensors",
         "rope.safetensors",
     }
     assert not list(tmp_path.glob("*.partial"))

@@ -50,6 +50,7 @@ class Recipe:
     suggests: dict[str, Any] = field(default_factory=dict)
 
 
+DRAFTER = "dspark"  # no phases: `train.drafter_run`
 _SMALL = {"preset": "small", "steps": 20_000, "batch_size": 64, "length": 1024, "lr": 4e-3, "dtype": "bfloat16", "remat": "block"}
 RECIPES = {
     "toy": Recipe((Phase("whole", 1.0),)),
@@ -87,7 +88,8 @@ class Stage:
 def recipe(name: str) -> Recipe:
     """A named recipe; raises `UserError` with the nearest name."""
     if name not in RECIPES:
-        raise UserError(f"recipe: found {name!r}, allowed are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
+        allowed = (*RECIPES, DRAFTER)
+        raise UserError(f"recipe: found {name!r}, allowed are {', '.join(allowed)}{nearest(name, allowed)}")
     return RECIPES[name]
 
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from dsv41.commands import Convert
 from dsv41.config import ModelConfig, load_config, save_config
 from dsv41.errors import UserError
+from dsv41.hf.draft import CARRIED
 from dsv41.hf.folder import ReleasedFolder, Selection, missing_parts, open_folder, refuse
 from dsv41.hf.load import ShardingRule, fsdp, load_carried, load_params, load_scales, one_device
 from dsv41.hf.names import PARTS, Slot, key_table, text_leaves
@@ -45,7 +46,7 @@ from dsv41.tokenmap import token_map
 CHECKPOINTS = "checkpoints"
 # Copied as they are, where the source has them.
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "engram_token_map.json")
-_SCALES, _CARRIED = "scales", "carried"
+_SCALES = "scales"
 _PLAIN_SECONDS = 10.0
 
 
@@ -120,7 +121,7 @@ def _import(options: Convert, checkpoints: OpenCheckpoints) -> None:
     total = sum(entry.stop - entry.start for _, entry in folder.tensors())
     with new_folder(options.dst) as partial, _progress("read", total) as progress:
         state = Imported(load_params(folder, sharding=rule, progress=progress), jnp.zeros((), jnp.int32))
-        extra = {_SCALES: load_scales(folder, rule), _CARRIED: load_carried(folder, rule)}
+        extra = {_SCALES: load_scales(folder, rule), CARRIED: load_carried(folder, rule)}
         checkpoints(partial / CHECKPOINTS, 1).save(0, state, {"source": "released"}, extra)
         save_config(folder.config, partial / "config.json")
         _copy_side_files(options.src, partial)
@@ -148,7 +149,7 @@ def _import_plan(folder: ReleasedFolder, rule: ShardingRule) -> Iterator[str]:
     sizes: Counter[str] = Counter()
     for slot in folder.slots.values():
         for name in folder.names(slot):
-            entry, item, target = folder.entry(name), _CARRIED, f"{_CARRIED}.{name}"
+            entry, item, target = folder.entry(name), CARRIED, f"{CARRIED}.{name}"
             if slot.part == "text":
                 item = "params" if name == slot.weight.name else _SCALES
                 target = f"{item}.{slot.path}" + ("" if slot.expert is None else f"[{slot.expert}]")
@@ -188,7 +189,7 @@ def _export(options: Convert, checkpoints: OpenCheckpoints) -> None:
     params = store.restore_params(step, _abstract(config))
     leaves = dict(zip(text_leaves(config), jax.tree.leaves(params), strict=True))
     scales = store.restore_extra(step, _SCALES)
-    units = list(_units(slots.values(), config, target, leaves, scales, store.restore_extra(step, _CARRIED)))
+    units = list(_units(slots.values(), config, target, leaves, scales, store.restore_extra(step, CARRIED)))
     tensors = [tensor for unit in units for tensor in unit.tensors]
     total = sum(tensor.bytes for tensor in tensors)
     with new_folder(options.dst) as partial, _progress("wrote", total) as progress:
@@ -213,11 +214,11 @@ def _misfits(described: dict[str, dict[str, Any]], config: ModelConfig, slots: d
             yield f"{path!r}: found {found}, allowed by config.json is {allowed}"
     yield from (f"{path!r} is unknown to config.json" for path in held if path not in params)
 
-    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {_SCALES: {}, _CARRIED: {}}
+    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {_SCALES: {}, CARRIED: {}}
     for slot in key_table(config).values():
         if slot.part != "text":
-            shapes[_CARRIED].update({tensor.name: {tensor.shape} for tensor in slot.tensors})
-            shapes[_CARRIED][slot.weight.name].add(slot.shape)  # where it is not packed
+            shapes[CARRIED].update({tensor.name: {tensor.shape} for tensor in slot.tensors})
+            shapes[CARRIED][slot.weight.name].add(slot.shape)  # where it is not packed
         elif slot.scale is not None:
             stack = () if slot.expert is None else slot.spec.shape[:1]
             shapes[_SCALES][slot.path] = {(*stack, *slot.scale.shape)}
@@ -227,7 +228,7 @@ def _misfits(described: dict[str, dict[str, Any]], config: ModelConfig, slots: d
                 yield f"{item} {name!r} is unknown to config.json"
             elif tuple(shape) not in known[name]:
                 yield f"{item} {name!r}: found shape {shape}, allowed by config.json is {list(min(known[name]))}"
-    carried = described.get(_CARRIED, {})
+    carried = described.get(CARRIED, {})
     yield from missing_parts(slots, [slot for slot in slots.values() if slot.part != "text" and slot.weight.name not in carried])
 
 

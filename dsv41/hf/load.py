@@ -23,7 +23,7 @@ from dsv41.hf.folder import ReleasedFolder
 from dsv41.hf.names import Slot, text_leaves
 from dsv41.hf.safetensors import DTYPES
 from dsv41.hf.stored import StoredWeight, decode, granule
-from dsv41.params import ParamSpec, TextParams, text_specs
+from dsv41.params import DraftParams, ParamSpec, TextParams, draft_specs, spec_leaves, text_specs
 
 Form = Literal["masters", "stored"]
 ShardingRule = Callable[[ParamSpec], Sharding]
@@ -76,13 +76,36 @@ def load_params(
     progress: called with the bytes read so far. Raises `UserError` for a weight with values that are not finite
     (float32 tensors are taken as they are), for an id that int32 does not hold, and for a file cut short meanwhile.
     """
+    return _load(folder, text_specs(folder.config), text_slots(folder), form, sharding, progress, threads)
+
+
+def load_draft(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> DraftParams:
+    """The drafter's weights as float32 masters, as `load_params` gives the text model's."""
+    specs = draft_specs(folder.config)
+    slots: dict[str, list[Slot]] = {spec.key: [] for spec in spec_leaves(specs)}
+    for slot in folder.slots.values():
+        if slot.part == "draft":
+            slots[slot.spec.key].append(slot)
+    return _load(folder, specs, slots, "masters", sharding, lambda _: None, None)
+
+
+def _load(
+    folder: ReleasedFolder,
+    specs: Any,
+    slots: dict[str, list[Slot]],
+    form: Form,
+    sharding: ShardingRule,
+    progress: Callable[[int], None],
+    threads: int | None,
+) -> Any:
+    """A tree of weights in the shape of ``specs``; slots: of each leaf, in leaf order."""
     leaves = []
     with _workers(threads or os.cpu_count() or 1) as run:
-        for path, slots in text_slots(folder).items():
-            leaves.append(_leaf(folder, path, slots, form, sharding(slots[0].spec), run))
+        for path, own in slots.items():
+            leaves.append(_leaf(folder, path, own, form, sharding(own[0].spec), run))
             progress(folder.bytes_read)
     is_spec = lambda x: isinstance(x, ParamSpec)  # noqa: E731
-    return jax.tree.unflatten(jax.tree.structure(text_specs(folder.config), is_leaf=is_spec), leaves)
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
 def load_scales(folder: ReleasedFolder, sharding: ShardingRule = one_device) -> dict[str, jax.Array]:

@@ -1,6 +1,6 @@
 """The key table of the released checkpoint: every tensor's name, stored form and place in the parameters (architecture §14).
 
-Derived from `ParamSpec` alone. The text model's specs are those of `dsv41.params`; the draft stages (``mtp.*``), the
+Derived from `ParamSpec` alone. The specs of the text model and of the draft stages (``mtp.*``) are those of `dsv41.params`; the
 vision tower with its aligner and the three image vectors are declared here, so that their tensors can be carried through
 before their modules exist.
 """
@@ -12,9 +12,8 @@ from typing import Literal
 
 import jax
 
-from dsv41.config import ModelConfig, QuantizationConfig, replace
-from dsv41.params import ParamSpec, ReleasedTensor, layer_specs, spec_leaves, text_specs
-from dsv41.plan import LayerPlan
+from dsv41.config import ModelConfig, QuantizationConfig
+from dsv41.params import ParamSpec, ReleasedTensor, draft_specs, spec_leaves, text_specs
 
 Part = Literal["text", "draft", "vision"]
 PARTS: tuple[Part, ...] = ("text", "draft", "vision")
@@ -54,40 +53,12 @@ def tile(config: ModelConfig) -> tuple[int, int]:
     return rows, columns
 
 
-def _matrix(shape: tuple[int, ...], key: str, *axes: str | None, stored: Literal["bf16", "fp8"] = "bf16") -> ParamSpec:
-    return ParamSpec(shape, axes, key, stored, "muon")
+def _matrix(shape: tuple[int, ...], key: str, *axes: str | None) -> ParamSpec:
+    return ParamSpec(shape, axes, key, "bf16", "muon")
 
 
 def _vector(size: int, key: str, init: Literal["ones", "zeros", "normal"] = "ones") -> ParamSpec:
     return ParamSpec((size,), ("embed",), key, "bf16", "adamw", init, decay=init == "ones")
-
-
-def _table(config: ModelConfig, width: int, key: str) -> ParamSpec:
-    return ParamSpec((config.vocab_size, width), ("vocab", None), key, "bf16", "sinkhorn", decay=False)
-
-
-@cache
-def draft_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
-    """The DSpark stages' weights (§12.1): window-only blocks with experts of their own, embedding and head shared."""
-    stages, d, rank = config.num_nextn_predict_layers, config.hidden_size, config.dspark_markov_rank
-    if not stages:
-        return ()
-    experts = {"n_routed_experts": config.dspark_n_routed_experts, "num_experts_per_tok": config.dspark_num_experts_per_tok}
-    blocks = replace(config, **experts)
-    specs: list[ParamSpec] = []
-    for stage in range(stages):
-        plan = LayerPlan(stage, "decoder", 0, "swa", None, None, None, None, "score", 0, 0)
-        specs += spec_leaves(layer_specs(blocks, plan, f"mtp.{stage}"))
-    last, taps = f"mtp.{stages - 1}", d * len(config.dspark_target_layer_ids)
-    return (
-        *specs,
-        _vector(d, "mtp.0.main_norm.weight"),
-        _matrix((d, taps), "mtp.0.main_proj.weight", "embed", None, stored="fp8"),
-        _vector(d, f"{last}.norm.weight"),
-        _table(config, rank, f"{last}.markov_head.embed.weight"),
-        _table(config, rank, f"{last}.markov_head.head.weight"),
-        _matrix((1, d + rank), f"{last}.confidence_head.proj.weight", None, None),
-    )
 
 
 @cache
@@ -142,7 +113,7 @@ def key_table(config: ModelConfig) -> dict[str, Slot]:
     block = tile(config)
     specs: dict[Part, dict[str, ParamSpec]] = {
         "text": text_leaves(config),
-        "draft": {spec.key: spec for spec in draft_specs(config)},
+        "draft": {spec.key: spec for spec in spec_leaves(draft_specs(config))},
         "vision": {spec.key: spec for spec in vision_specs(config)},
     }
     return {

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dsv41 import cli, verify
 from dsv41.config import load_config, preset, replace, save_config
 from dsv41.hf import convert, folder
+from dsv41.hf.draft import CARRIED, from_carried, has_draft, to_carried
 from dsv41.hf.folder import INDEX, open_folder
-from dsv41.hf.load import load_params, one_device
+from dsv41.hf.load import load_draft, load_params, one_device
 from dsv41.hf.names import key_table
 from dsv41.hf.save import SHARD_BYTES
-from dsv41.params import init_params
+from dsv41.params import abstract_params, init_params, text_specs
 from infer.model import load_model
 from tests.hf.release import released_config, write_headers, write_release
 from tests.models import tiny_config
@@ -169,6 +171,22 @@ def test_slices(tmp_path, release, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_drafter_goes_in_and_out(tmp_path, release, imported):
+    """Carried bytes give the masters that the folder gives; masters in their place, as training leaves them, go out too."""
+    config = load_config(release)
+    store = Checkpoints(imported / "checkpoints", 1)
+    masters = from_carried(config, store.restore_extra(0, CARRIED))
+    chex.assert_trees_all_equal(masters, load_draft(open_folder(release)))
+    trained = tmp_path / "trained"
+    shutil.copytree(imported, trained, ignore=shutil.ignore_patterns("checkpoints"))
+    rest = {name: a for name, a in store.restore_extra(0, CARRIED).items() if not has_draft([name])}
+    params = store.restore_params(0, abstract_params(text_specs(config)))
+    state = convert.Imported(params, jnp.zeros((), jnp.int32))
+    Checkpoints(trained / "checkpoints", 1).save(0, state, {}, {CARRIED: {**rest, **to_carried(config, masters)}})
+    run(trained, tmp_path / "back", "--quantize", "fp32")
+    chex.assert_trees_all_equal(load_draft(open_folder(tmp_path / "back")), masters)
+
+
 def test_slices_of_a_run(tmp_path, release, imported):
     run(imported, tmp_path / "back", "--layers", "0-1", "--draft-stages", "0")
     found, whole = arrays(tmp_path / "back"), arrays(release)
@@ -181,7 +199,7 @@ def test_bad_sources_and_targets(capsys, tmp_path, release, imported):
     assert "no config.json" in error(capsys, tmp_path, tmp_path / "x")
     assert "found something there" in error(capsys, release, imported)
     assert "quantize: found 'bf16'" in error(capsys, release, tmp_path / "x", "--quantize", "bf16")
-    assert "draft: found none" in error(capsys, GOLDEN, tmp_path / "x")
+    assert "vision: found none" in error(capsys, GOLDEN, tmp_path / "x")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "found no checkpoint" in error(capsys, tmp_path / "run", tmp_path / "x")
     shutil.copytree(release, tmp_path / "odd")
