@@ -1,6 +1,8 @@
-"""Loss and every gradient of one training step on meshes of eight devices, against one device's, in float32.
+"""Loss and every gradient of a training step on meshes of eight devices, and the losses of six steps, against one device's.
 
-python -m bench.sharding_parity [MESH ...] writes bench/results/sharding_parity.json; on CPU it makes the eight devices itself.
+python -m bench.sharding_parity [float32|float64] [MESH ...] writes its part of bench/results/sharding_parity.json; on CPU it
+makes the eight devices itself. float64 is the same program with every float32 in it a float64: what is left there is no rounding
+of float32, but what the mesh computes differently.
 """
 
 import json
@@ -19,6 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+if __name__ == "__main__" and sys.argv[1:2] == ["float64"]:
+    # Ahead of the imports below, which read the name.
+    jax.config.update("jax_enable_x64", True)
+    jnp.float32 = jnp.float64
+
 from dsv41.config import ModelConfig, preset
 from dsv41.numerics import Policy
 from dsv41.sharding import make_mesh, parse_mesh
@@ -27,7 +34,10 @@ from train.layout import from_stored, place_batch, state_leaves, stored_target, 
 from train.step import StepOptions, TrainState, init_state, make_train_step
 
 RESULTS = Path(__file__).parent / "results" / "sharding_parity.json"
-MESHES = ("data=8", "fsdp=8", "expert=8", "model=2", "fsdp=2,expert=2,model=2", "data=2,expert=2,model=2")
+MESHES = ("data=8", "fsdp=8", "expert=8", "context=8", "model=2", "fsdp=2,model=2")
+MESHES += ("fsdp=2,expert=2,model=2", "data=2,expert=2,model=2", "expert=2,context=2,model=2")
+ACCUMULATED = "fsdp=2,expert=2,model=2"
+STEPS = 6
 
 
 def some_batch(config: ModelConfig, rows: int, length: int) -> Batch:
@@ -51,67 +61,78 @@ def gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def differences(
-    config: ModelConfig, params: Any, batch: Batch, meshes: Sequence[str], accumulate: int = 1
+    config: ModelConfig, params: Any, batch: Batch, meshes: Sequence[str], accumulate: int = 1, steps: int = 1
 ) -> Iterator[dict[str, Any]]:
     """For each mesh: relative differences of the loss and, in the 2-norm, of all gradients and the furthest one, and whose it is.
 
     Gradients of Engram weights apart: the root in their gate has a slope of up to 500, which magnifies rounding. Ahead of the
-    meshes one device with weights moved by one rounding, which says how far rounding alone can go.
+    meshes one device with weights moved by one rounding, which says how far rounding alone can go. steps: after so many on the
+    same batch, the last cross-entropy and index loss too.
     """
     fold, options = np.arange(config.vocab_size, dtype=np.int32), StepOptions(accumulate)
+    leaves = state_leaves(init_state, config)
 
     def fresh() -> TrainState:
         state = init_state(config, 0)
         return TrainState(jax.tree.map(lambda a: jnp.array(a, copy=True), params), state.opt_state, state.step)
 
-    step = make_train_step(config, Policy(), fold, options)
-    one, metrics = step(fresh(), jax.tree.map(jnp.asarray, batch), np.float32(0.01))  # pyright: ignore
-    wanted, loss = gradients(one), float(metrics["loss"])
-    leaves = state_leaves(init_state, config)
+    def run(step: Any, state: TrainState, batch: Any, mesh: Any = None) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
+        first, told = {}, []
+        for n in range(steps):
+            state, metrics = step(state, batch, np.float32(0.01))
+            told.append({name: float(metrics[name]) for name in ("loss", "ce", "index_kl")})
+            if not n:
+                first = gradients(to_stored(state, leaves, mesh) if mesh else state)
+        return first, told
 
-    def compared(text: str, metrics: Any, state: TrainState) -> dict[str, Any]:
-        found = gradients(state)
+    step = make_train_step(config, Policy(), fold, options)
+    here = jax.tree.map(jnp.asarray, batch)
+    wanted, told = run(step, fresh(), here)
+
+    def compared(text: str, found: dict[str, np.ndarray], other: list[dict[str, float]]) -> dict[str, Any]:
         apart = {name: float(np.linalg.norm(found[name] - g) / max(np.linalg.norm(g), 1e-30)) for name, g in wanted.items()}
         engram = max(value for name, value in apart.items() if ".engram." in name)
         worst = max((name for name in apart if ".engram." not in name), key=lambda name: apart[name])
-        over = sum(value > 1e-5 for value in apart.values())
         total = sum(np.sum(np.square(g, dtype=np.float64)) for g in wanted.values())
         squares = sum(np.sum(np.square(found[name] - g, dtype=np.float64)) for name, g in wanted.items())
+        off = lambda n, name: abs(other[n][name] - told[n][name]) / abs(told[n][name])  # noqa: E731
         return {
             "mesh": text,
-            "loss": abs(float(metrics["loss"]) - loss) / abs(loss),
+            "loss": off(0, "loss"),
             "all_gradients": float(np.sqrt(squares / total)),
             "gradient": apart[worst],
             "of": worst,
             "engram_gradient": engram,
-            "over_1e-5": over,
+            "over_1e-5": sum(value > 1e-5 for value in apart.values()),
             "gradients": len(apart),
+            **({"steps": steps, "last_ce": off(-1, "ce"), "last_index_kl": off(-1, "index_kl")} if steps > 1 else {}),
         }
 
-    # A control: the same step of weights moved to the next float32, up or down.
+    # A control: the same step of weights moved to the next number, up or down.
     moved, rng = fresh(), np.random.default_rng(0)
     move = lambda a: np.nextafter(a, rng.choice(np.array([-np.inf, np.inf], np.float32), a.shape)) if a.ndim > 1 else a  # noqa: E731
     moved = replace(moved, params=jax.tree.map(lambda a: jnp.asarray(move(np.asarray(a))), moved.params))
-    new, metrics = step(moved, jax.tree.map(jnp.asarray, batch), np.float32(0.01))  # pyright: ignore
-    yield compared("one device, weights moved by a rounding", metrics, new)
+    yield compared("one device, weights moved by a rounding", *run(step, moved, here))
     for text in meshes:
         mesh = make_mesh(parse_mesh(text))
         where = jax.tree.map(lambda target: target.sharding, stored_target(leaves, mesh))
         state = from_stored(jax.device_put(fresh(), where), leaves, mesh)
         step = make_train_step(config, Policy(), fold, options, mesh=mesh)
-        new, metrics = step(state, place_batch(batch, mesh, accumulate), np.float32(0.01))  # pyright: ignore
-        yield compared(text, metrics, to_stored(new, leaves, mesh))
+        yield compared(text, *run(step, state, place_batch(batch, mesh, accumulate), mesh))
 
 
-def main(meshes: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> None:
     """Prints a line a mesh and writes all of them."""
+    dtype, meshes = (words[0], words[1:]) if words and words[0] in ("float32", "float64") else ("float32", words)
     config = preset("toy")
-    params = init_state(config, 0).params
-    found = []
-    for row in differences(config, params, some_batch(config, 8, 64), meshes or MESHES):
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    RESULTS.write_text(json.dumps({"preset": "toy", "rows": 8, "length": 64, "results": found}, indent=1) + "\n")
+    params, batch, found = init_state(config, 0).params, some_batch(config, 8, 64), []
+    for parts, some in ((1, meshes or MESHES), (2, [] if meshes else [ACCUMULATED])):
+        for row in differences(config, params, batch, some, parts, STEPS) if some else ():
+            print(json.dumps(row), flush=True)
+            found.append({"accumulate": parts, **row})
+    results = json.loads(RESULTS.read_text())
+    kept = {(row["accumulate"], row["mesh"]): row for row in [*results.get(dtype, []), *found]}
+    RESULTS.write_text(json.dumps({**results, dtype: list(kept.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -53,10 +53,14 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
+    if args.process is not None:
+        from train.processes import join
+
+        join(args.process)
     from train.loop import finished, train
     from train.run import completed
 
-    options = completed({name: value for name, value in vars(args).items() if value is not None})
+    options = completed({name: value for name, value in vars(args).items() if value is not None and name != "process"})
     if done := finished(options):
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
@@ -77,7 +81,8 @@ def _train(args: Train) -> int:
 def _compile(args: Compile) -> int:
     from train.lowering import report
 
-    print(report(_configuration(args), args.mesh, args.rows, args.length, args.platform, args.json))
+    config, more = _configuration(args), (args.json, args.step, args.topology)
+    print(report(config, args.mesh, args.rows, args.length, args.platform, *more))
     return 0
 
 
@@ -131,13 +136,15 @@ def _generate(args: Generate) -> int:
 
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "max_new_tokens")
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
+    if args.mesh is not None and args.prefix_cache is not None:
+        raise UserError("prefix_cache: found one beside --mesh, allowed is one of them")
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
     from dsv41.show import printable
     from infer.generate import Generator
     from infer.model import load_model
 
-    model, policy = load_model(args.checkpoint), PACKED if args.packed else Policy()
+    model, policy = load_model(args.checkpoint, args.mesh), PACKED if args.packed else Policy()
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache

@@ -127,11 +127,13 @@ class Train:
     """Also log to this Weights & Biases project; a resume goes on with the same run."""
     mesh: str | None = None
     """Devices by axis, as data=2,expert=4: data, fsdp, expert, context and model; one device where not given."""
+    process: str | None = None
+    """This process of several, as 0/2@HOST:PORT: its number, how many there are, where the first one listens."""
 
 
 @dataclass(frozen=True)
 class Compile:
-    """Lower a training step for a mesh without its devices: one device's bytes, and what it sends of each collective."""
+    """Lower a step for a mesh without its devices: one device's bytes, and what it sends of each collective."""
 
     mesh: str
     """Devices by axis, as fsdp=8,expert=8."""
@@ -142,9 +144,13 @@ class Compile:
     rows: int = 1
     """Rows for each device along data, fsdp and expert."""
     length: int = 4096
-    """Tokens a row."""
+    """Tokens a row; of prefill and decode, those that the cache has room for."""
+    step: Literal["train", "prefill", "decode"] = "train"
+    """A training step, a chunk of 256 tokens of each prompt, or a decode step."""
     platform: Literal["cuda", "tpu"] = "cuda"
     """What it is lowered for."""
+    topology: str | None = None
+    """Devices by name and number in place of --platform, as h200x64; here: those of this machine, for which it is compiled."""
     json: bool = False
     """Print one JSON object."""
 
@@ -210,6 +216,8 @@ class Generate:
     approximation; or enough of them for the result of all."""
     prefix_cache: Path | None = None
     """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
+    mesh: str | None = None
+    """Devices by axis, as data=2,expert=2,model=2; one device where not given."""
     json: bool = False
     """Print a JSON object a line, the last one on speed."""
 

@@ -1,6 +1,5 @@
 """Engram: hashed n-gram rows, gated onto the residual streams before a block (architecture §11)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,9 @@ from dsv41.hashing import hash_rows, lookback
 from dsv41.hf.stored import StoredWeight
 from dsv41.layout import Layout
 from dsv41.numerics import Taps, linear, record
-from dsv41.params import EngramParams, LayerParams
+from dsv41.owners import fetched_rows
+from dsv41.params import EngramParams, ParamSpec, TextParams, text_specs
+from dsv41.sharding import cut_axes
 from kernels_pallas.engram_gather.api import engram_gather, in_host_memory
 
 
@@ -60,14 +61,21 @@ def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"
     return engram_gather(*_parts(table), rows, dtype)
 
 
-def fetch_ahead(layers: Sequence[LayerParams], rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:
-    """The rows of tables in pinned host memory, asked for before the first layer; others stay numbers, for their layer.
+def fetch_ahead(params: TextParams, config: ModelConfig, rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:
+    """The rows of tables in pinned host memory or on several devices, asked for before the first layer; others stay numbers,
+    for their layer.
 
-    Numbers depend on tokens alone, so what the first layers compute can hide the way over the bus.
+    Numbers depend on tokens alone, so what the first layers compute can hide the way.
     """
-    tables = [layer.engram.embed for layer in layers if layer.engram is not None]
-    ahead = lambda ids, table: Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(_parts(table)[0]) else ids  # noqa: E731
-    return tuple(ahead(ids, table) for ids, table in zip(rows, tables, strict=True))
+
+    def ahead(ids: Array, table: Any, spec: ParamSpec) -> Any:
+        if cut_axes(spec):
+            found = fetched_rows(spec, table, ids.reshape(-1), dtype)
+            return Fetched(ids, found.reshape(*ids.shape, -1))
+        return Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(_parts(table)[0]) else ids
+
+    of = lambda layers: [layer.engram.embed for layer in layers if layer.engram is not None]  # noqa: E731
+    return tuple(ahead(*one) for one in zip(rows, of(params.layers), of(text_specs(config).layers), strict=True))
 
 
 def _parts(table: Any) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ def begin_chunk(
     ids, segments, image, back = _align(ids, live.astype(jnp.int32), image, time)
     layout = chunk_layout(cache.length, jnp.sum(segments, axis=1), time, image)
     rows, history = extend_history(ids, layout, cache, token_map, config)
-    tokens = Tokens(ids, layout, fetch_ahead(params.layers, rows, policy.compute_dtype))
+    tokens = Tokens(ids, layout, fetch_ahead(params, config, rows, policy.compute_dtype))
     residual = mhc.Residual(embed(params, ids, config, policy), first_mix(ids, config))
     return residual, Carried(Shared(), cache), tokens, history, back
 

@@ -109,7 +109,7 @@ def _gathered_backward(count: int, kept: Any, g: Array) -> tuple:
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _grouped(expert: Int[Array, " i"], experts: int) -> tuple[Int[Array, " i"], Int[Array, " i"], Int[Array, " E"]]:
+def grouped(expert: Int[Array, " i"], experts: int) -> tuple[Int[Array, " i"], Int[Array, " i"], Int[Array, " E"]]:
     """`by_expert`, items of no expert last; and how many each expert has."""
     sizes = jnp.sum((expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]).astype(jnp.int32), axis=0)
     return *by_expert(expert), sizes
@@ -141,7 +141,7 @@ def grouped_experts(
         out = one("nko,nkdo->nkd", hidden.astype(x.dtype), w.w2).astype(jnp.float32)
         return jnp.sum(jnp.where(live[..., None], out, 0.0), axis=1)
     expert = jnp.where(live, ids, experts).reshape(-1)
-    order, place, sizes = _grouped(expert, experts)
+    order, place, sizes = grouped(expert, experts)
     scale = _spread(weights.reshape(-1), order, place)
     hidden = grouped_swiglu(_spread(x, order, place), params.w1, params.w3, sizes, scale, limit=limit)
     return _gathered(grouped_matmul(hidden, params.w2, sizes), order, place, ids.shape[0])
@@ -167,7 +167,7 @@ def dispatched_experts(
     live = live & (own >= 0) & (own < shards * held)
     if shards == 1:
         return grouped_experts(x, jnp.where(live, own, 0), weights, live, params, limit)
-    order, place, sizes = _grouped(jnp.where(live, own, shards * held).reshape(-1), shards * held)
+    order, place, sizes = grouped(jnp.where(live, own, shards * held).reshape(-1), shards * held)
     # Rows from each device to each device for each expert that it holds.
     sizes: Any = lax.all_gather(sizes.reshape(shards, held), "expert")
     pairs, most = jnp.sum(sizes, axis=-1), count * min(k, held)

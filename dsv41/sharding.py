@@ -105,6 +105,11 @@ def mesh_sizes(mesh: Any) -> Sizes:
     return dict(mesh.shape)
 
 
+def row_parts(sizes: Sizes) -> int:
+    """Parts that a batch's rows are cut into."""
+    return sizes["data"] * sizes["fsdp"] * sizes["expert"]
+
+
 def _piece(shape: Sequence[int], cut: Sequence[Sequence[str]], sizes: Sizes, dim: int) -> int:
     return shape[dim] // math.prod(sizes[axis] for axis in cut[dim])
 
@@ -251,6 +256,6 @@ def gathered(tree: Any, specs: Any) -> Any:
     return map_specs(one, specs, tree)
 
 
-def shard_bytes(specs: Any, sizes: Sizes) -> int:
+def shard_bytes(specs: Any, sizes: Sizes, stored: Sequence[str] = STORED) -> int:
     """Bytes of one device's part of a tree of `ParamSpec`, four a number."""
-    return sum(4 * math.prod(shard_shape(spec, sizes, placement(spec, sizes))) for spec in spec_leaves(specs))
+    return sum(4 * math.prod(shard_shape(spec, sizes, placement(spec, sizes, stored))) for spec in spec_leaves(specs))

@@ -14,11 +14,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41.cache import Cache, cache_bytes, capacity, init_cache
+from dsv41.config import ModelConfig
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
+from dsv41.params import text_specs
 from dsv41.prefill import Restored
+from dsv41.sharding import ROWS, mesh_sizes, row_parts, shardings
 from infer.continuation import Continuation, check_prompt
 from infer.model import Model
 from infer.prefix import Hit, PrefixCache, lengths
@@ -71,6 +75,19 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
     return -(-max(smallest, 1 << (n - 1).bit_length()) // multiple) * multiple
 
 
+def on_mesh(function: Any, kind: str, config: ModelConfig, mesh: Any) -> Any:
+    """A program of the `Generator` for each device's rows of a batch; weights are cut as `Model.mesh` says."""
+    weights = jax.tree.map(lambda s: s.spec, shardings(text_specs(config), mesh, stored=()))
+    rows = PartitionSpec(ROWS)
+    out = (PartitionSpec(None, ROWS), rows, rows) if kind == "decode" else rows
+
+    def run(*args: Any) -> Any:
+        ins = (rows if kind == "first" else weights, *(rows for _ in args[1:]))
+        return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)(*args)
+
+    return run
+
+
 class Generator:
     """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
@@ -85,6 +102,8 @@ class Generator:
         decoder_replay: DecoderReplay = "full",
         prefix: PrefixCache | None = None,
     ):
+        if prefix is not None and model.mesh is not None:
+            raise UserError("prefix_cache: found one on a mesh, allowed is one device")
         self.model, self.policy, self.prefix = model, policy or Policy(), prefix
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
@@ -114,9 +133,12 @@ class Generator:
 
     def _call(self, speed: Speed, kind: str, key: tuple, *args: Any) -> Any:
         """Runs a program, compiled before the clock starts."""
+        args = self._placed(args)
         if (kind, *key) not in self.programs:
             began = time.perf_counter()
             function, donated = self._functions[kind]
+            if self.model.mesh is not None:
+                function = on_mesh(function, kind, self.model.config, self.model.mesh)
             self.programs[kind, *key] = jax.jit(function, donate_argnums=donated).lower(*args).compile()
             speed.compile_seconds += time.perf_counter() - began
         began = time.perf_counter()
@@ -127,6 +149,17 @@ class Generator:
         else:
             speed.decode_seconds += spent
         return out
+
+    @property
+    def _row_parts(self) -> int:
+        return 1 if self.model.mesh is None else row_parts(mesh_sizes(self.model.mesh))
+
+    def _placed(self, args: tuple) -> tuple:
+        """On a mesh each device's rows; weights are in place."""
+        if self.model.mesh is None:
+            return args
+        where = NamedSharding(self.model.mesh, PartitionSpec(ROWS))
+        return tuple(arg if arg is self.model.params else jax.device_put(arg, where) for arg in args)
 
     def check(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
         """Raises `UserError` for prompts (BOS included) that cannot be continued."""
@@ -143,7 +176,7 @@ class Generator:
         The outcome of a request does not depend on the others in the batch.
         """
         self.check(prompts, samplings)
-        config, batch = self.model.config, _bucket(len(prompts), 1)
+        config, batch = self.model.config, _bucket(len(prompts), 1, self._row_parts)
         longest = max(len(ids) + s.max_new_tokens for ids, s in zip(prompts, samplings, strict=True))
         multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
         room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))

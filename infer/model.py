@@ -7,20 +7,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
 from dsv41.params import abstract_params, text_specs
+from dsv41.sharding import Sizes, check_mesh, make_mesh, parse_mesh, shardings
 from dsv41.tokenmap import token_map
 from infer.sampling import check_text
 from train.checkpoint import Checkpoints
+from train.layout import from_stored, stored_target
 from train.tokenizer import foreign_tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
 class Model:
-    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known."""
+    """A restored run: weights, config, tokenizer and its folding map int32 ``[V]``; fingerprint: of the weights, where known.
+
+    mesh: where the weights lie, each computed with in place: cut by heads, experts, vocabulary and a table's rows alone.
+    """
 
     params: Any
     config: ModelConfig
@@ -28,6 +34,7 @@ class Model:
     token_map: np.ndarray
     step: int
     fingerprint: bytes = b""
+    mesh: Mesh | None = None
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
@@ -49,13 +56,18 @@ def model_digest(model: Model) -> bytes:
     return found.digest()
 
 
-def load_model(run: Path) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none."""
+def load_model(run: Path, mesh: str | None = None) -> Model:
+    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none.
+
+    mesh: devices by axis, as `dsv41.sharding.parse_mesh` reads it, in place of one device; `UserError` where the model or this
+    machine cannot have it.
+    """
     checkpoint_folder = run / "checkpoints"
     latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
     if latest is None:
         raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train or convert wrote")
     config = load_config(run)
+    on = None if mesh is None else _make_mesh(mesh, config)
     file = run / "tokenizer.json"
     if not file.is_file():
         raise UserError(
@@ -71,10 +83,32 @@ def load_model(run: Path) -> Model:
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
-    return Model(_restore(checkpoint_folder, latest, config), config, tokenizer, fold, latest, fingerprint)
+    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on)
 
 
-def _restore(folder: Path, step: int, config: ModelConfig) -> Any:
+def _make_mesh(text: str, config: ModelConfig) -> Mesh:
+    sizes = parse_mesh(text)
+    check_decoding_mesh(sizes, config)
+    return make_mesh(sizes)
+
+
+def check_decoding_mesh(sizes: Sizes, config: ModelConfig) -> None:
+    """Raises `UserError` for a mesh that the model cannot be decoded on."""
+    check_mesh(config, sizes)
+    if sizes["context"] > 1:
+        raise UserError(f"mesh: found 'context={sizes['context']}', allowed behind a cache is 'context=1'")
+
+
+def place_params(params: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """Weights as a checkpoint holds them, laid out for `Model.mesh`."""
+    specs = text_specs(config)
+    return jax.device_put(from_stored(params, specs, mesh), shardings(specs, mesh, stored=()))
+
+
+def _restore(folder: Path, step: int, config: ModelConfig, mesh: Mesh | None) -> Any:
+    if mesh is not None:
+        found = Checkpoints(folder, 1).restore_params(step, stored_target(text_specs(config), mesh))
+        return place_params(found, config, mesh)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract_params(text_specs(config))

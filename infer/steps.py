@@ -14,6 +14,7 @@ from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import Policy
 from dsv41.prefill import Restored, decoder_layers, halo_rows, prefill
+from dsv41.sharding import ROWS, greatest
 from infer.model import Model
 from infer.sampling import SamplingRows, sample
 
@@ -121,11 +122,15 @@ class Steps:
         given: tokens to go on with in the place of what is drawn, -1 for none. Also the last tokens, not in the cache yet.
         """
 
+        def going(left: jax.Array) -> jax.Array:
+            # On a mesh all devices go on while one has rows that do: they meet in every step.
+            return greatest(jnp.any(left > 0).astype(jnp.int32), ROWS)
+
         def more(state: tuple) -> jax.Array:
-            return (state[0] < steps) & jnp.any(state[3] > 0)
+            return (state[0] < steps) & (state[-1] > 0)
 
         def step(state: tuple) -> tuple:
-            at, cache, tokens, left, made = state
+            at, cache, tokens, left, made, _ = state
             live = left > 0
             logits, cache = extend(params, self.config, self.policy, cache, tokens[:, None], live[:, None], self.fold)
             drawn = self.draw(logits, cache.length, rows, asked)
@@ -135,8 +140,10 @@ class Steps:
             drawn = replace(drawn, tokens=jnp.where(live, tokens, -1))
             made = jax.tree.map(lambda all, one: all.at[at].set(one), made, drawn)
             ended = jnp.any(tokens[:, None] == ends, axis=1)
-            return at + 1, cache, tokens, jnp.where(live & ~ended, left - 1, 0), made
+            left = jnp.where(live & ~ended, left - 1, 0)
+            return at + 1, cache, tokens, left, made, going(left)
 
-        state = (jnp.zeros((), jnp.int32), cache, tokens, left, Drawn.none((BLOCK, tokens.shape[0]), self.likeliest))
-        _, cache, tokens, _, made = lax.while_loop(more, step, state)
+        none = Drawn.none((BLOCK, tokens.shape[0]), self.likeliest)
+        state = (jnp.zeros((), jnp.int32), cache, tokens, left, none, going(left))
+        _, cache, tokens, _, made, _ = lax.while_loop(more, step, state)
         return made, cache, tokens

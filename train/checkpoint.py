@@ -28,6 +28,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from dsv41.errors import UserError
+from train.processes import any_of, leads, meet, several
 
 _MANIFEST = "checkpoint.json"
 _PARAMS, _REST = "params", "rest"
@@ -151,7 +152,8 @@ class Checkpoints:
     """The checkpoints in ``directory``, one folder for each step; the newest ``keep`` stay.
 
     A state is a dataclass that is a pytree of arrays, none of them empty, with its parameters in the field
-    ``params``. One process writes at a time; others may read meanwhile. As a context it waits for `save_behind` at its end.
+    ``params``. One process writes at a time, or all of one run together; others may read meanwhile. As a context it waits for
+    `save_behind` at its end.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2):
@@ -189,41 +191,59 @@ class Checkpoints:
         """
         items = {**_split(state), **{name: arrays for name, arrays in (extra or {}).items() if arrays}}
         partial = self._directory / f"{step}{_PARTIAL}"
+        failed = True
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._clean()
+            if leads():
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._clean()
+            meet(f"save {step}")
             with _quiet():
                 ocp.save_checkpointables(partial, items)
-            manifest = {
-                "step": step,
-                "meta": meta,
-                "arrays": {name: _described(flat) for name, flat in items.items()},
-                "files": {name: _checksum(partial / name) for name in _files(partial)},
-            }
-            (partial / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-            _sync(partial / _MANIFEST)
-            self._retire(step)
-            partial.rename(self._directory / str(step))
-            _sync(self._directory)
-            for old in self.steps()[: -self._keep]:
-                self._retire(old)
-            self._clean()
+            if leads():
+                self._finish(step, partial, items, meta)
+            failed = False
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             # TensorStore's threads go on for a moment, and make the folder again for what they write.
             calm = 0
-            for _ in range(_LOOKS):
+            for _ in range(_LOOKS if leads() else 0):
                 calm = 0 if self._clean() else calm + 1
                 if calm == _CALM:
                     break
                 time.sleep(_PAUSE)
             raise UserError(f"checkpoints: cannot write step {step} to {str(self._directory)!r} ({_reason(error)})") from error
+        finally:
+            meet(f"saved {step}")
+            failed = any_of(failed)
+        if failed:
+            raise UserError(f"checkpoints: another process cannot write step {step} to {str(self._directory)!r}")
+
+    def _finish(self, step: int, partial: Path, items: dict[str, dict[str, Any]], meta: dict[str, Any]) -> None:
+        """What `save` does when the arrays are written."""
+        manifest = {
+            "step": step,
+            "meta": meta,
+            "arrays": {name: _described(flat) for name, flat in items.items()},
+            "files": {name: _checksum(partial / name) for name in _files(partial)},
+        }
+        (partial / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+        _sync(partial / _MANIFEST)
+        self._retire(step)
+        partial.rename(self._directory / str(step))
+        _sync(self._directory)
+        for old in self.steps()[: -self._keep]:
+            self._retire(old)
+        self._clean()
 
     def save_behind(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """`save` in a thread of its own, of a copy in this host's memory: ``state`` may be donated at once.
 
-        Waits for the one before it, and raises what that would have raised.
+        Waits for the one before it, and raises what that would have raised. Of several processes each writes its parts, at
+        once.
         """
         self.wait()
+        if several():
+            self.save(step, state, meta)
+            return
         # A copy: on CPU what device_get gives is the device's own memory.
         copy = jax.tree.map(lambda leaf: np.array(leaf, copy=True), jax.device_get(state))
         self._writing = _WRITER.submit(self.save, step, copy, meta)

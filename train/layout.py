@@ -13,14 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv41.config import ModelConfig
 from dsv41.errors import UserError
 from dsv41.params import ParamSpec, map_specs, text_specs
-from dsv41.sharding import ROWS, Sizes, mesh_sizes, padded_shape, partition_spec, placement, shardings
+from dsv41.sharding import ROWS, Sizes, mesh_sizes, padded_shape, partition_spec, placement, row_parts, shardings
 
 BATCH = PartitionSpec(ROWS, "context")
-
-
-def row_parts(sizes: Sizes) -> int:
-    """Parts that a batch's rows are cut into."""
-    return sizes["data"] * sizes["fsdp"] * sizes["expert"]
 
 
 def check_rows(sizes: Sizes, rows: int, accumulate: int) -> None:

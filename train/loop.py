@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
-from dsv41.files import locked, to_json, write_text
+from dsv41.files import to_json, write_text
 from dsv41.params import text_specs
 from dsv41.tokenmap import token_map
 from train.checkpoint import Checkpoints
@@ -28,6 +28,7 @@ from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import BEST, CHECKPOINTS, METRICS, TrainOptions, check_options
+from train.processes import any_of, check_equal, leads, meet, written
 from train.progress import Report
 from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, model_option, read_run, sources, write_run
@@ -146,15 +147,15 @@ def train(options: TrainOptions) -> TrainResult:
     """
     began = time.monotonic()
     config = check_options(options)
-    with Report() as report, locked(options.out):
-        return _train(options, config, report, began)
+    with Report() as report, written(options.out) as out:
+        return _train(options, config, out, report, began)
 
 
-def _train(options: TrainOptions, config: ModelConfig, report: Report, began: float) -> TrainResult:
-    out = options.out
-    checkpoints, best = Checkpoints(out / CHECKPOINTS, options.keep), Checkpoints(out / BEST, 1)
+def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report, began: float) -> TrainResult:
+    """out: where this process writes, beside checkpoints."""
+    checkpoints, best = Checkpoints(options.out / CHECKPOINTS, options.keep), Checkpoints(options.out / BEST, 1)
     latest = checkpoints.latest()
-    run = None if latest is None else read_run(out)
+    run = None if latest is None else read_run(options.out)
     if run is not None:
         check_options_same(run, options, config)
     total = options.steps or (run.total if run else 0)
@@ -164,6 +165,8 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
     devices = Devices(options.mesh, config, options.engram_rows)
     plan = stages(options, config, total)
     facts = identity(options, config, prepared, [stage.first for stage in plan])
+    meet("text")
+    check_equal([facts, total, latest, options.checkpoint_every, options.evaluate, options.eval_every, options.mesh])
 
     resumed = 0
     scores: list[Score] = []
@@ -173,13 +176,13 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
         write_run(out, Run(facts, kept, tuple(scores), sources(options)))
 
     if run is not None and latest is not None:
-        check_same(run, facts, out, model_option(options))
+        check_same(run, facts, options.out, model_option(options))
         report.phase(f"reading the checkpoint of step {latest}", quiet=True)
         state, _ = checkpoints.restore(latest, devices.target())
         state = devices.restored(state)
         resumed = int(state.step)
         if resumed != latest:
-            raise UserError(f"checkpoint {str(out / CHECKPOINTS / str(latest))!r} is damaged: it holds step {resumed}")
+            raise UserError(f"checkpoint {str(options.out / CHECKPOINTS / str(latest))!r} is damaged: it holds step {resumed}")
         report.say(f"resumed from step {resumed}")
         if run.total and total > resumed and total != run.total:
             report.say(f"{total} steps in place of {run.total}: from here on the learning rate is that of a run of {total} steps")
@@ -192,10 +195,10 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
     keep_run()
     report.phase(f"optimizer state: {_say_bytes(optimizer_report(text_specs(config), options.engram_rows))}")
 
-    records = _read_metrics(out / METRICS, resumed) if resumed else []
+    records = _read_metrics(options.out / METRICS, resumed) if resumed else []
     write_text(out / METRICS, "".join(to_json(r) + "\n" for r in records))
     schedule = warmup_hold_cosine(total, options.lr) if total else None
-    done = saved = resumed
+    done, saved, stopping = resumed, resumed, False
     tokens, training, compile_seconds, timed, due = 0, 0.0, 0.0, 0.0, False
     traced = profile_steps(options.profile)
     examiner: Examiner | None = None
@@ -227,13 +230,20 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
     with (
         checkpoints,
         best,
-        Log(out, options.tensorboard, options.wandb, facts) as log,
+        Log(out, options.tensorboard and leads(), options.wandb if leads() else None, facts) as log,
         _interruptible() as received,
         contextlib.ExitStack() as tracing,
     ):
+
+        def halted() -> bool:
+            # Of several processes one may be told alone; all of them ask, at the same places.
+            nonlocal stopping
+            stopping = stopping or any_of(bool(received))
+            return stopping
+
         for number, stage in enumerate(plan):
             # The last one is opened even without a step of it left, for the score at the end.
-            if (done >= stage.last and number + 1 < len(plan)) or received:
+            if (done >= stage.last and number + 1 < len(plan)) or halted():
                 continue
             data = StageData(plan[: number + 1], prepared, options)
             examiner = Examiner(stage, data.prepared, fold, report, devices)
@@ -248,10 +258,11 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
                 step = make_train_step(stage.config, stage.policy, fold, stage.step, mesh=devices.mesh)
                 first = devices.place(data.batch(done), stage.step.accumulate)
                 train_step = step.lower(state, first, np.float32(0)).compile()  # pyright: ignore
+                meet(f"phase {number}")
                 compile_seconds += time.monotonic() - compiling
                 batches = data.iterator(done)
                 report.phase("training")
-            while (not total or done < total) and done < stage.last and not received:
+            while (not total or done < total) and done < stage.last and not halted():
                 now = time.monotonic()
                 if options.max_seconds is not None and total and done and now - began > options.max_seconds:
                     break
@@ -294,7 +305,7 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
             break  # out of time
         report.phase(f"writing the checkpoint of step {done}")
         save()
-    if options.evaluate and not received and not any(found.step == done > 0 for found in scores):
+    if options.evaluate and not halted() and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         if not math.isfinite(examine().nats):
             raise _diverged(options, "the score after the last step is not a number")
@@ -302,8 +313,8 @@ def _train(options: TrainOptions, config: ModelConfig, report: Report, began: fl
     keep_run()
     if records:
         plot_losses(records, scores, out / "loss.png", _name(options))
-    if received:
-        if received[0] == signal.SIGTERM:
+    if halted():
+        if not received or received[0] == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
     return TrainResult(

@@ -111,7 +111,14 @@ def _check_kinds(out: Path) -> None:
 
 def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
     """Raises `UserError` for a mesh that this machine, the model or a phase's batch does not allow."""
+    count = jax.process_count()
+    if count > 1 and options.max_seconds is not None:
+        raise UserError(
+            f"max_seconds: found {options.max_seconds}, allowed in one of {count} processes is none; nearest is steps"
+        )
     if options.mesh is None:
+        if count > 1:
+            raise UserError(f"mesh: found none in one of {count} processes, allowed is one of their {jax.device_count()} devices")
         return
     sizes = parse_mesh(options.mesh)
     check_mesh(config, sizes)

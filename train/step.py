@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from dsv41.config import ModelConfig
 from dsv41.model import Output, features, table_rows
 from dsv41.numerics import Policy
+from dsv41.owners import fetched_rows, returned_rows
 from dsv41.params import ParamSpec, Stored, TextParams, init_params, map_specs, text_specs
 from dsv41.plan import layer_plans
 from dsv41.replay import replayed_features
@@ -23,7 +24,6 @@ from train.layout import BATCH, state_leaves
 from train.losses import Sums, chunked_sums, total_loss
 from train.optim import Rows, apply_updates, clip, floats, make_optimizer, measure, update_biases
 from train.qat import fake_quantized
-from train.rows import fetched_rows, returned_rows
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[["TrainState", Batch, jax.Array], tuple["TrainState", Metrics]]
@@ -144,11 +144,11 @@ def make_gradients(
         tokens = jnp.maximum(total(jnp.sum(batch.weights), TOKENS), 1.0)
         tables, places = _tables(params), _tables(specs)
         ids, params, inverse = _read_rows(params, places, table_rows(batch.ids, batch.segments, fold, config, batch.image))
-        inputs = (batch, inverse)
+        inputs, meshed = (batch, inverse), size(*AXES) > 1
 
         def done(out: Any, grads: Any) -> Any:
             values = zip(places, ids, _tables(grads), tables, strict=True)
-            grads = _with_tables(grads, [returned_rows(*one) for one in values])
+            grads = _with_tables(grads, [returned_rows(*one) if meshed else Rows(*one[1:3]) for one in values])
             return out, map_specs(_reduced, specs, grads)
 
         if parts == 1:

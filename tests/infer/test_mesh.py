@@ -1,0 +1,89 @@
+"""Decoding on a mesh: the ids of one device, and the same bits in every copy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dsv41 import sharding
+from dsv41.cache import init_cache
+from dsv41.errors import UserError
+from dsv41.model import extend
+from dsv41.numerics import PACKED, Policy
+from dsv41.params import text_specs
+from infer.generate import Generator
+from infer.model import Model, check_decoding_mesh, place_params
+from infer.prefix import PrefixCache
+from infer.sampling import Sampling
+from infer.steps import CHUNKS
+from tests.models import tiny_model
+
+MESH = "data=2,expert=2,model=2"
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A source of pairs, one with a pool, a layer that selects within it, a table whose rows do not divide."""
+    return tiny_model(
+        num_hidden_layers=3,
+        compress_ratios=(2, 1, 1),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1, 2),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(240,),
+        dspark_target_layer_ids=(0, 1, 2),
+    )
+
+
+@pytest.fixture(scope="module")
+def spread(model):
+    mesh = sharding.make_mesh(sharding.parse_mesh(MESH))
+    return Model(place_params(model.params, model.config, mesh), model.config, model.tokenizer, model.token_map, 0, mesh=mesh)
+
+
+def test_ids_on_a_mesh_are_those_of_one_device(model, spread):
+    """Five prompts of different lengths, ended at different steps, on four parts of eight rows."""
+    prompts = [model.encode("def f(" + "a, " * n) for n in range(5)]
+    assert max(map(len, prompts)) <= CHUNKS[0]
+    samplings = [Sampling(max_new_tokens=6 + 5 * n, temperature=0.0 if n < 4 else 0.7, seed=3) for n in range(5)]
+    wanted, _ = Generator(model, PACKED).generate(prompts, samplings)
+    found, _ = Generator(spread, PACKED).generate(prompts, samplings)
+    assert [one.ids for one in found] == [one.ids for one in wanted]
+    for a, b in zip(found, wanted, strict=True):
+        # fp32 sums in another order, three layers deep.
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+    held = [a for a in jax.tree.leaves(spread.params) if not a.sharding.is_fully_replicated]
+    assert len(held) > 10
+    table = spread.params.layers[1].engram.embed
+    assert table.shape[0] % 8 == 0 and table.addressable_shards[0].data.shape[0] == table.shape[0] // 4
+
+
+def test_every_copy_selects_and_keeps_the_same_bits(model, spread):
+    """Devices along ``model``: selected ids, candidate blocks, and all that the cache holds."""
+    config, rows = model.config, P(sharding.ROWS)
+    ids = np.random.default_rng(0).integers(3, config.vocab_size, (8, 12)).astype(np.int32)
+    live = np.arange(12)[None] < np.arange(5, 13)[:, None]
+    cache = jax.device_put(init_cache(config, PACKED, 8, 16), jax.sharding.NamedSharding(spread.mesh, rows))
+
+    def run(params, cache, ids, live):
+        taps = {}
+        _, cache = extend(params, config, PACKED, cache, ids, live, jnp.asarray(model.token_map, jnp.int32), taps=taps)
+        found = {name: a for name, a in taps.items() if name.endswith((".topk", ".candidates"))}
+        return jax.tree.map(lambda a: a[None], (found, cache))
+
+    weights = jax.tree.map(lambda s: s.spec, sharding.shardings(text_specs(config), spread.mesh, stored=()))
+    out = P("model", sharding.ROWS)
+    run = jax.jit(jax.shard_map(run, mesh=spread.mesh, in_specs=(weights, rows, rows, rows), out_specs=out, check_vma=False))
+    found, cache = jax.device_get(run(spread.params, cache, ids, live))
+    assert len(found) == 4 and all(np.any(a >= 0) for a in found.values())
+    for first, second in (a for a in jax.tree.leaves((found, cache)) if a.size):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_what_a_mesh_cannot_decode_is_refused(model, spread):
+    with pytest.raises(UserError, match="prefix_cache: found one on a mesh"):
+        Generator(spread, prefix=PrefixCache(model, Policy(), "full"))
+    with pytest.raises(UserError, match="mesh: found 'context=2', allowed behind a cache is 'context=1'"):
+        check_decoding_mesh(sharding.parse_mesh("context=2"), model.config)

@@ -1,0 +1,107 @@
+"""One run by several processes, as a rule one a host, each with an equal part of the mesh's devices (`jax.distributed`).
+
+All of them compute the same steps and read the same text; the first alone writes the run's folder, but for the arrays of
+checkpoints, of which each writes its own parts. The folder is one that all of them see.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
+
+from dsv41.errors import UserError
+from dsv41.files import locked
+
+# Seconds: for all processes to come, for those left to end when one has died, and for all to read, compile or write.
+PATIENCE, HEARTBEAT, WORK = 90, 60, 3600
+_PLACE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})@(\S+:[0-9]{1,5})")
+
+
+def join(text: str, patience: int = PATIENCE) -> None:
+    """Joins the others of ``"0/2@HOST:PORT"``: this process's number, how many there are, where the first one listens.
+
+    To be called before anything else asks for a device. Raises `UserError` for another form. Where not all come within
+    ``patience`` seconds, the process ends with one line and exit code 2; where one of them dies later, JAX ends the others.
+    """
+    found = _PLACE.fullmatch(text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise UserError(f"process: found {text!r}, allowed is NUMBER/COUNT@HOST:PORT with NUMBER from 0, as '0/2@10.0.0.1:9876'")
+
+    def give_up() -> None:
+        told = f"process: waited {patience} s, allowed are all {found[2]} processes; the first is asked for at {found[3]}"
+        print(f"dsv41: error: {told}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(patience, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            found[3],
+            int(found[2]),
+            int(found[1]),
+            initialization_timeout=2 * patience,  # JAX's own end is an abort
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=HEARTBEAT,
+        )
+    finally:
+        timer.cancel()
+
+
+def several() -> bool:
+    """Whether there are others."""
+    return jax.process_count() > 1
+
+
+def leads() -> bool:
+    """Whether this process is the one that writes."""
+    return jax.process_index() == 0
+
+
+def meet(name: str) -> None:
+    """Returns when all processes are here: ahead of new programs, whose first collectives wait no more than 30 s on CPU."""
+    wait: Any = get_barrier_sync_fn() if several() else None
+    if wait is not None:
+        wait(key=f"dsv41 {name}", timeout_ms=1000 * WORK)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether ``flag`` is set in any process; all of them ask."""
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag)))) if several() else flag
+
+
+def check_equal(facts: Any) -> None:
+    """Raises `UserError` in every process where one has other JSON ``facts`` than the first; all of them ask."""
+    if not several():
+        return
+    digest = np.frombuffer(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest(), np.int32)
+    rows = multihost_utils.process_allgather(digest)
+    other = [n for n, row in enumerate(rows) if not np.array_equal(row, rows[0])]
+    if other:
+        raise UserError(
+            f"process: found other options, text or checkpoints in process {other[0]} than in process 0, allowed are the same"
+        )
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """Where this process writes what goes into ``folder``: there, with others kept out of it, or if another process does, into
+    one that is gone at the end."""
+    if leads():
+        with locked(folder):
+            yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
