@@ -228,7 +228,7 @@ def test_the_readme_says_of_a_command_what_its_help_says():
 def test_train_arguments_are_the_options_of_the_loop():
     defaults = lambda kind: {f.name: f.default for f in dataclasses.fields(kind)}  # noqa: E731
     mine, theirs = defaults(cli.Train), defaults(TrainOptions)
-    assert mine.pop("source") is None  # of the drafter's run alone
+    assert mine.pop("source") is None and mine.pop("process") is None  # of the drafter's run, and of none
     assert mine.keys() == theirs.keys()
     # Not given is not the default where a recipe suggests another value, or the run has one.
     suggested = {*OWN, *(name for recipe in RECIPES.values() for name in recipe.suggests)}
