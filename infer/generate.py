@@ -120,7 +120,7 @@ class Generator:
             raise UserError(f"draft: found {drafting.mode!r} for a model without a drafter, allowed is 'off'")
         drafting.check(model.config)
         drafter = model.draft if drafting.mode != "off" else None
-        self._weights = (model.params, drafter)
+        self._weights: Any = model.params if drafter is None else (model.params, drafter)
         self.ends = {model.config.eos_token_id}
         self.programs: dict[tuple, Any] = {}
         steps = self._steps = Steps(model, self.policy, decoder_replay)
@@ -135,8 +135,9 @@ class Generator:
             last: jax.Array,
             restored: Restored | None = None,
         ) -> tuple[jax.Array, Cache]:
-            params, drafter = weights
-            logits, cache = steps.fill(params, cache, ids, live, end, early, restored, drafter)
+            params = weights if drafter is None else weights[0]
+            draft = None if drafter is None else weights[1]
+            logits, cache = steps.fill(params, cache, ids, live, end, early, restored, draft)
             return jnp.where(jnp.any(live, axis=1)[:, None], logits, last), cache
 
         self._functions = {

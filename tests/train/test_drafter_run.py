@@ -15,7 +15,7 @@ from dsv41.errors import UserError
 from dsv41.hf.convert import Imported
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_draft
-from infer.model import load_model
+from infer.model import load_model, with_drafter
 from infer.schedule import read_calibration
 from tests.models import tiny_model
 from tests.runs import records, small_data
@@ -51,6 +51,10 @@ def options(tmp_path_factory):
         yield DrafterOptions(source, base / "out", data, steps=4, batch_size=2, length=32, checkpoint_every=2, anchors=8)
 
 
+def opened(run):
+    return with_drafter(load_model(run), run)
+
+
 @pytest.fixture(scope="module")
 def whole(options):
     return train_drafter(options)
@@ -58,7 +62,7 @@ def whole(options):
 
 def test_a_run_and_its_resume(options, whole, tmp_path, capsys):
     """Four steps at once, and two behind the checkpoint of the second: equal numbers, equal drafters to the bit."""
-    model, before = load_model(options.out, draft=True), load_model(options.source)
+    model, before = opened(options.out), load_model(options.source)
     chex.assert_trees_all_equal(model.params, before.params)
     assert [record["step"] for record in whole.records] == [1, 2, 3, 4]
     assert all(np.isfinite(record["loss"]) and record["skipped"] == 0 for record in whole.records)
@@ -71,7 +75,7 @@ def test_a_run_and_its_resume(options, whole, tmp_path, capsys):
     again = train_drafter(replace(options, out=tmp_path / "part"))
     assert again.resumed_from == 2 and again.heldout == whole.heldout
     assert [r["loss"] for r in again.records] == [r["loss"] for r in whole.records[2:]]
-    chex.assert_trees_all_equal(load_model(tmp_path / "part", draft=True).draft, model.draft)
+    chex.assert_trees_all_equal(opened(tmp_path / "part").draft, model.draft)
     assert len({record["loss"] for record in records(options.out) if "loss" in record}) == 4
 
     assert cli.run(["convert", str(options.out), str(tmp_path / "back"), "--quantize", "fp32"]) == 0
@@ -105,4 +109,4 @@ def test_what_cannot_be_asked(options, whole, capsys, tmp_path):
     with pytest.raises(UserError, match="seed: found another than that of the run"):
         train_drafter(replace(options, seed=7))
     with pytest.raises(UserError, match="found no drafter in"):
-        load_model(options.source, draft=True)
+        opened(options.source)
