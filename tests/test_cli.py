@@ -203,7 +203,7 @@ class _Says:
 @pytest.mark.parametrize("prompts", [["p\x1b[2J"], ["p\x1b[2J", "q"]])
 def test_generated_controls_do_not_reach_a_terminal(capsys, monkeypatch, tmp_path, prompts):
     monkeypatch.setattr("infer.generate.Generator", _Says)
-    monkeypatch.setattr("infer.model.load_model", lambda run: None)
+    monkeypatch.setattr("infer.model.load_model", lambda *_: None)
     argv = ["generate", "--checkpoint", str(tmp_path), "--prompt", *prompts]
     assert cli.run(argv) == 0
     raw = capsys.readouterr().out

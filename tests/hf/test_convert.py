@@ -217,6 +217,7 @@ def test_bad_sources_and_targets(capsys, tmp_path, release, imported):
 def test_a_run_with_the_config_of_another_model_is_refused_whole(tmp_path, imported, capsys, monkeypatch, dry):
     """Every array that does not fit, of weights, scales and carried tensors, planned or written."""
     monkeypatch.setattr(folder, "_SHOWN", 1000)
+    monkeypatch.setattr(cli, "_LONGEST", 10**6)
     shutil.copytree(imported, tmp_path / "run")
     config = load_config(imported)
     vision = replace(config.vision_config, intermediate_size=2 * config.vision_config.intermediate_size)
