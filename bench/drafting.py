@@ -24,7 +24,7 @@ from dsv41.files import write_text
 from dsv41.numerics import Policy
 from dsv41.params import DraftParams
 from infer.generate import Generator
-from infer.model import Model, load_model
+from infer.model import Model, load_model, with_drafter
 from infer.sampling import Sampling
 from infer.schedule import Drafting, Mode, read_calibration
 from train.corpus import STDLIB, load_corpus, split_corpus
@@ -117,7 +117,7 @@ def _drafting(mode: Mode, run: Path, slots: int) -> Drafting:
 
 def main(options: Options) -> None:
     """Prints all numbers as they come."""
-    model = load_model(options.checkpoint, draft=True)
+    model = with_drafter(load_model(options.checkpoint), options.checkpoint)
     config: ModelConfig = model.config
     rule = DrafterOptions(options.checkpoint)
     documents = split_corpus(load_corpus(options.data))

@@ -171,16 +171,13 @@ def _generate(args: Generate) -> int:
     from dsv41.numerics import PACKED, Policy
     from dsv41.show import printable
     from infer.generate import Generator
-    from infer.model import load_model
+    from infer.model import load_model, with_drafter
     from infer.schedule import NO_DRAFTS, drafting_of
 
     policy, drafting = PACKED if args.packed else Policy(), NO_DRAFTS
-    if args.draft == "off":
-        model = load_model(args.checkpoint, args.mesh)
-    elif args.mesh is not None:
-        raise UserError(f"--draft: found {args.draft!r} beside --mesh, allowed is one of them; nearest is 'off'")
-    else:
-        model = load_model(args.checkpoint, draft=True)
+    model = load_model(args.checkpoint, args.mesh)
+    if args.draft != "off":
+        model = with_drafter(model, args.checkpoint)
         drafting = drafting_of(args.checkpoint, model.config, args.draft, args.draft_length, args.draft_threshold)
     prefix = None
     if args.prefix_cache is not None:

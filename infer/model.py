@@ -1,7 +1,7 @@
 """A trained run's folder, opened for inference."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ def model_digest(model: Model) -> bytes:
     return found.digest()
 
 
-def load_model(run: Path, mesh: str | None = None, draft: bool = False) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none, or with ``draft`` no
-    drafter in it.
+def load_model(run: Path, mesh: str | None = None) -> Model:
+    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none.
 
     mesh: devices by axis, as `dsv41.sharding.parse_mesh` reads it, in place of one device; `UserError` where the model or this
     machine cannot have it.
@@ -87,18 +86,20 @@ def load_model(run: Path, mesh: str | None = None, draft: bool = False) -> Model
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
     fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
     fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
-    drafter = _drafter(run, latest, config) if draft else None
-    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on, drafter)
+    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on)
 
 
-def _drafter(run: Path, step: int, config: ModelConfig) -> Any:
+def with_drafter(model: Model, run: Path) -> Model:
+    """A model of `load_model` with the drafter beside it; `UserError` where its run has none, and on a mesh."""
+    if model.mesh is not None:
+        raise UserError("draft: found a drafter on a mesh, allowed is 'off'")
     checkpoints = Checkpoints(run / "checkpoints", 1)
-    if not has_draft(checkpoints.described(step).get(CARRIED, {})):
+    if not has_draft(checkpoints.described(model.step).get(CARRIED, {})):
         raise UserError(
             f"draft: found no drafter in {str(run)!r}, allowed is a folder with one: of dsv41 train --recipe dspark, or of"
             " dsv41 convert from weights with draft stages; nearest is 'off'"
         )
-    return from_carried(config, checkpoints.restore_extra(step, CARRIED))
+    return replace(model, draft=from_carried(model.config, checkpoints.restore_extra(model.step, CARRIED)))
 
 
 def _make_mesh(text: str, config: ModelConfig) -> Mesh:

@@ -15,7 +15,7 @@ from dsv41.errors import UserError
 from dsv41.hf.convert import Imported
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_draft
-from infer.model import load_model
+from infer.model import load_model, with_drafter
 from infer.schedule import read_calibration
 from tests.models import tiny_model
 from tests.runs import records, small_data
@@ -52,7 +52,7 @@ def options(tmp_path_factory):
 
 
 def opened(run):
-    return load_model(run, draft=True)
+    return with_drafter(load_model(run), run)
 
 
 @pytest.fixture(scope="module")
