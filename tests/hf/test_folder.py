@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import tracemalloc
 from contextlib import contextmanager
 
@@ -228,7 +229,9 @@ def allocates_at_most(size):
     tracemalloc.start()
     try:
         yield
-        assert tracemalloc.get_traced_memory()[1] <= size
+        if (peak := tracemalloc.get_traced_memory()[1]) > size:
+            most = tracemalloc.take_snapshot().statistics("lineno")[:5]
+            raise MemoryError(f"{peak} bytes held, allowed are {size}; now by {[str(line) for line in most]}")
     finally:
         tracemalloc.stop()
 
@@ -236,9 +239,18 @@ def allocates_at_most(size):
 def says_one_line(capsys, path):
     """The command line takes the folder or ends with one line, and never otherwise; it never believes a size."""
     size = sum(file.stat().st_size for file in path.iterdir())
-    with allocates_at_most(size + BESIDE_FILES):
-        # Outside the source, or that alone would be the error.
-        code = cli.run(["convert", str(path), f"{path}-out", "--dry-run"])
+    for again in (True, True, True, False):
+        capsys.readouterr()
+        try:
+            with allocates_at_most(size + BESIDE_FILES):
+                # Outside the source, or that alone would be the error.
+                code = cli.run(["convert", str(path), f"{path}-out", "--dry-run"])
+            break
+        except MemoryError:
+            # What other threads of the process hold is counted too; theirs goes, a size that is believed does not.
+            if not again:
+                raise
+            time.sleep(1)
     out, err = capsys.readouterr()
     if code == 0:
         assert err == "" and "total: " in out

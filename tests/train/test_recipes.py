@@ -72,7 +72,7 @@ def test_options_reach_every_stage():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"recipe": "smal"}, "recipe: found 'smal', allowed are toy, small, long, qat; did you mean 'small'"),
+        ({"recipe": "smal"}, "recipe: found 'smal', allowed are toy, small, long, qat, dspark; did you mean 'small'"),
         ({"recipe": "qat", "steps": 0, "max_seconds": 9.0}, "steps: found 0, allowed is 1 or more for recipe 'qat'"),
         ({"recipe": "long"}, "batch_size: found 4, allowed is 16 or more for recipe 'long'.* nearest is 16"),
         ({"dtype": "bfloat"}, "dtype: found 'bfloat', allowed are float32, bfloat16; did you mean 'bfloat16'"),
