@@ -16,15 +16,18 @@ try:
     import ensurepip, venv
 except ImportError:
     fits = fits and None
-print({True: "yes", None: "no-venv", False: "old"}[fits], "%d.%d.%d" % sys.version_info[:3])
+# An environment, perhaps the one to be built anew, stands on another interpreter.
+base = getattr(sys, "_base_executable", None) if sys.prefix != getattr(sys, "base_prefix", sys.prefix) else None
+print({True: "yes", None: "no-venv", False: "old"}[fits], "%d.%d.%d" % sys.version_info[:3], base or "")
 ' 2>/dev/null </dev/null) || return 0
     case $found in
     yes\ *)
-        printf '%s\n' "$1"
+        base=${found#yes * }
+        printf '%s\n' "${base:-$1}"
         exit 0
         ;;
-    no-venv\ *) no_venv=${no_venv:-"$1 (${found#* })"} ;;
-    old\ *) seen="$seen${seen:+, }$1 (${found#* })" ;;
+    no-venv\ *) found=${found#* } no_venv=${no_venv:-"$1 (${found%% *})"} ;;
+    old\ *) found=${found#* } seen="$seen${seen:+, }$1 (${found%% *})" ;;
     esac
 }
 

@@ -47,7 +47,8 @@ def test_tracked_files_name_no_registry_and_no_home():
 def find_python(tmp_path):
     """Runs the script among fake interpreters only: ``{path under tmp_path: what it claims to be}``.
 
-    A claim is a version; "3.12.0 bare" cannot make environments, and None, like a pyenv shim, does not run at all.
+    A claim is a version; "3.12.0 bare" cannot make environments, "3.12.0 env" is the Python of one that stands on "base", and
+    None, like a pyenv shim, does not run at all.
     """
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -56,9 +57,11 @@ def find_python(tmp_path):
 
     def run(fakes: dict[str, str | None], python: str = "") -> subprocess.CompletedProcess:
         for name, claim in fakes.items():
-            version, _, bare = (claim or "").partition(" ")
+            version, _, kind = (claim or "").partition(" ")
             code = f"import sys; sys.version_info = {tuple(map(int, version.split('.')))}; " if claim else ""
-            code += "sys.modules['ensurepip'] = None; " if bare else ""
+            code += "sys.modules['ensurepip'] = None; " if kind == "bare" else ""
+            prefix, base = ("sys.prefix + '-base'", str(tmp_path / "base")) if kind == "env" else ("sys.prefix", "")
+            code += f"sys.base_prefix = {prefix}; sys._base_executable = {base!r}; "
             line = shlex.join([sys.executable, "-c", code + "exec(sys.argv[1])"]) + ' "$2"' if claim else "exit 127"
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +82,7 @@ def find_python(tmp_path):
     ("fakes", "chosen"),
     [
         ({"first/python3": "3.12.1"}, "first/python3"),
+        ({"first/python3": "3.12.1 env"}, "base"),
         ({"first/python3": "3.11.7", "first/python3.12": None, "second/python3": "3.13.2"}, "second/python3"),
         (
             {"first/python3": "3.11.7", "second/python3.12": "3.12.0", "pyenv/versions/3.13.0/bin/python3": "3.13.0"},
@@ -95,7 +99,7 @@ def find_python(tmp_path):
             "pyenv/versions/3.12.10/bin/python3",
         ),
     ],
-    ids=["first", "later on PATH", "PATH before pyenv", "newest of pyenv"],
+    ids=["first", "under an environment", "later on PATH", "PATH before pyenv", "newest of pyenv"],
 )
 def test_find_python_picks(find_python, tmp_path, fakes, chosen):
     result = find_python(fakes)
