@@ -14,7 +14,7 @@ from dsv41.config import ModelConfig
 from dsv41.numerics import Policy
 from infer.sampling import SamplingRows
 from infer.schedule import Drafting, Rate, choose_lengths, rate_of
-from infer.speculate import Ahead, look_ahead, verify_and_look_ahead
+from infer.speculate import Ahead, Verified, look_ahead, verify
 
 _TIMED = 3  # runs of each width, of which the median counts
 Call = Callable[..., Any]
@@ -29,15 +29,18 @@ def widths(config: ModelConfig) -> tuple[int, ...]:
 def programs(config: ModelConfig, policy: Policy, fold: jax.Array) -> dict[str, Callable]:
     """By name, each of ``(weights, cache, token, ...)`` with weights of the model and the drafter."""
 
-    def verify(width: int, weights: Any, *args: Any) -> Any:
+    def round_of(width: int, weights: Any, *args: Any) -> tuple[Verified, Cache, Ahead]:
+        """`verify`, and drafts of what follows."""
         params, drafter = weights
-        return verify_and_look_ahead(params, drafter, config, policy, fold, *args, width=width)
+        done, cache = verify(params, drafter, config, policy, fold, *args, width=width)
+        rows = args[-1]
+        return done, cache, look_ahead(params, drafter, config, policy, cache, done.last, done.left > 0, rows)
 
     def ahead(weights: Any, *args: Any) -> Ahead:
         params, drafter = weights
         return look_ahead(params, drafter, config, policy, *args)
 
-    return {"draft": ahead, **{f"verify {width}": partial(verify, width) for width in widths(config)}}
+    return {"draft": ahead, **{f"verify {width}": partial(round_of, width) for width in widths(config)}}
 
 
 class Rounds:

@@ -136,24 +136,3 @@ def verify(
         left=jnp.where(first < count, 0, left - count),
     )
     return done, after
-
-
-def verify_and_look_ahead(
-    params: TextParams,
-    drafter: DraftParams,
-    config: ModelConfig,
-    policy: Policy,
-    token_map: Int[Array, " V"],
-    cache: Cache,
-    token: Int32[Array, " B"],
-    ahead: Ahead,
-    lengths: Int32[Array, " B"],
-    left: Int32[Array, " B"],
-    ends: Int32[Array, "B e"],
-    rows: SamplingRows,
-    width: int,
-) -> tuple[Verified, Cache, Ahead]:
-    """`verify`, and drafts of what follows."""
-    step = (token, ahead, lengths, left, ends, rows, width)
-    done, cache = verify(params, drafter, config, policy, token_map, cache, *step)
-    return done, cache, look_ahead(params, drafter, config, policy, cache, done.last, done.left > 0, rows)

@@ -19,7 +19,7 @@ from flax import struct
 
 from dsv41.config import ModelConfig, replace, save_config
 from dsv41.errors import UserError
-from dsv41.files import make_writable, read_json, write_text
+from dsv41.files import locked, make_writable, read_json, write_text
 from dsv41.hf.convert import SIDE_FILES
 from dsv41.hf.draft import CARRIED, from_carried, has_draft, to_carried
 from dsv41.numerics import Policy
@@ -30,6 +30,7 @@ from train.checkpoint import Checkpoints
 from train.corpus import STDLIB, check_paths, load_corpus, split_corpus
 from train.data import TrainData, check_stream, to_batch
 from train.drafter import DrafterState, acceptance, init_drafter, make_blocks, make_drafter_step, measure_blocks
+from train.loop import check_diverged, skipped
 from train.metrics import Log
 from train.optim import warmup_hold_cosine
 from train.packing import Packed, check_length, pack
@@ -122,9 +123,9 @@ def _check_same(file: Path, facts: dict[str, Any]) -> None:
 
 
 def train_drafter(options: DrafterOptions) -> DrafterResult:
-    """Trains, or goes on with the run in ``out``; `UserError` for options that cannot be used."""
+    """Trains, or goes on with the run in ``out``; `UserError` for options that cannot be used and a folder at work."""
     _check(options)
-    with Report() as report:
+    with Report() as report, locked(options.out):
         report.phase("opening the model", quiet=True)
         model = load_model(options.source)
         config = drafting_config(model.config)
@@ -143,7 +144,6 @@ def train_drafter(options: DrafterOptions) -> DrafterResult:
             _check_same(out / FACTS, facts)
             state, resumed = _restore(checkpoints, latest, config, state), latest
         else:
-            out.mkdir(parents=True, exist_ok=True)
             save_config(config, out / "config.json")
             for name in (*SIDE_FILES, "run.json"):
                 if (options.source / name).is_file():
@@ -170,7 +170,8 @@ def train_drafter(options: DrafterOptions) -> DrafterResult:
                 records.append({"step": done + 1, **values, "seconds": round(took, 4)})
                 log.write(records[-1])
                 report.step(done + 1, options.steps, values["loss"], batch.ids.size / max(took, 1e-9))
-                if (done + 1) % options.checkpoint_every == 0 and done + 1 < options.steps:
+                check_diverged(options.lr, records, options.steps, checkpoints.latest())
+                if (done + 1) % options.checkpoint_every == 0 and done + 1 < options.steps and not skipped(records[-1]):
                     save(done + 1)
             report.phase("scoring held-out text")
             found, temperatures = examine(state, model.params, config, model.token_map, heldout, options)

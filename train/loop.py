@@ -208,7 +208,7 @@ def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report
     def save() -> None:
         """A checkpoint of the step at hand; before the last one none of a state that skipped steps have left as it was."""
         nonlocal saved
-        stale = done < total and all(_skipped(record) for record in records if record["step"] > saved)
+        stale = done < total and all(skipped(record) for record in records if record["step"] > saved)
         if (saved != done and not stale) or (latest is None and done == 0):
             checkpoints.save_behind(done, devices.stored(state), {**facts, "total": total})
             saved = done
@@ -294,9 +294,9 @@ def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report
                             report.say(f"only {total} steps fit in {options.max_seconds:g} s here: the model will learn little")
                 report.step(done, total, values["loss"], tokens / max(training, 1e-9))
                 due = due or done % options.checkpoint_every == 0
-                if _skipped(record):
+                if skipped(record):
                     # One after it would be of weights that give no number, and push out one of weights that do.
-                    _check_diverged(options, records, total, None if latest is None and not saved else saved)
+                    check_diverged(options.lr, records, total, None if latest is None and not saved else saved)
                 elif due:
                     save()
                     due = False
@@ -308,7 +308,7 @@ def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report
     if options.evaluate and not halted() and not any(found.step == done > 0 for found in scores):
         report.phase("scoring held-out text")
         if not math.isfinite(examine().nats):
-            raise _diverged(options, "the score after the last step is not a number")
+            raise _diverged(options.lr, "the score after the last step is not a number")
     best.wait()
     keep_run()
     if records:
@@ -330,21 +330,21 @@ def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report
     )
 
 
-def _skipped(record: dict[str, Any]) -> bool:
+def skipped(record: dict[str, Any]) -> bool:
     return bool(record.get("skipped"))
 
 
-def _check_diverged(options: TrainOptions, records: list[dict[str, Any]], total: int, saved: int | None) -> None:
+def check_diverged(lr: float, records: list[dict[str, Any]], total: int, saved: int | None) -> None:
     """Raises `UserError` where the last steps were skipped in such a number that no more will be taken."""
     most = min(_SKIPPED, max(total // 2, 1)) if total else _SKIPPED
-    if len(records) >= most and all(map(_skipped, records[-most:])):
+    if len(records) >= most and all(map(skipped, records[-most:])):
         first, last = records[-most]["step"], records[-1]["step"]
         kept = "no checkpoint is kept" if saved is None else f"the last checkpoint is that of step {saved}"
-        raise _diverged(options, f"the loss or gradient of steps {first} to {last} is not finite; {kept}")
+        raise _diverged(lr, f"the loss or gradient of steps {first} to {last} is not finite; {kept}")
 
 
-def _diverged(options: TrainOptions, how: str) -> UserError:
-    return UserError(f"lr: found {options.lr:g}, with which the run diverged: {how}; nearest is a lower rate in another folder")
+def _diverged(lr: float, how: str) -> UserError:
+    return UserError(f"lr: found {lr:g}, with which the run diverged: {how}; nearest is a lower rate in another folder")
 
 
 def _say_bytes(report: dict[str, dict[str, int]]) -> str:

@@ -4,6 +4,7 @@ A context of n tokens counts the new token. FLOPs are two a multiply-add, times 
 bfloat16's; draft stages and the vision tower are left out.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,32 +118,33 @@ def decode_flops(model: Model, context: int) -> dict[str, float]:
     return parts
 
 
-def prefill_flops(model: Model, context: int, every_layer: bool = False) -> dict[str, float]:
-    """FLOPs of a prompt of ``context`` tokens by part, the head for its last token alone.
-
-    Where the model has a tail, the skipped layers' cost stands under "tail"; every_layer: as if none were skipped.
-    """
+def prefill_macs(model: Model, context: int, every_layer: bool = False) -> Iterator[tuple[str, Format, int, int]]:
+    """Of each part of a prompt of ``context`` tokens: its name, format, and multiply-adds in layers that every token runs and
+    in those that the tail alone does; the head runs for the last token. every_layer: as if there were no tail."""
     tail = None if every_layer else model.tail
-    parts: dict[str, float] = {}
-
-    def add(part: str, flops: float) -> None:
-        if flops:
-            parts[part] = parts.get(part, 0.0) + flops
-
-    last = 0 if tail is None else min(tail, context)
+    last = context if tail is None else min(tail, context)
     for w in model.weights:
-        cost = 2 * FORMAT_COST[w.format]
         if w.part == "head":
-            add(w.part, cost * w.active)
-            continue
-        add(w.part, cost * (w.active if tail is None else w.prefill) * context)
-        add("tail", cost * (w.active - w.prefill) * last)
-    for r in model.reads:
-        cost = 2 * FORMAT_COST[r.format] * r.layers * r.macs
-        if r.prefill or tail is None:
-            add(r.part, cost * r.rows_of_all(context))
+            yield w.part, w.format, w.active, 0
+        elif tail is None:
+            yield w.part, w.format, w.active * context, 0
         else:
-            add("tail", cost * (r.rows_of_all(context) - r.rows_of_all(context - last)))
+            yield w.part, w.format, w.prefill * context, (w.active - w.prefill) * last
+    for r in model.reads:
+        of_all, cost = r.rows_of_all(context), r.layers * r.macs
+        if r.prefill or tail is None:
+            yield r.part, r.format, cost * of_all, 0
+        else:
+            yield r.part, r.format, 0, cost * (of_all - r.rows_of_all(context - last))
+
+
+def prefill_flops(model: Model, context: int, every_layer: bool = False) -> dict[str, float]:
+    """FLOPs of `prefill_macs` by part, those of the tail alone under "tail"."""
+    parts: dict[str, float] = {}
+    for part, format, of_all, of_tail in prefill_macs(model, context, every_layer):
+        for name, macs in ((part, of_all), ("tail", of_tail)):
+            if macs:
+                parts[name] = parts.get(name, 0.0) + 2 * FORMAT_COST[format] * macs
     return parts
 
 

@@ -250,7 +250,7 @@ def _prefill_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
     ]
     if config is None:
         return report
-    above: dict[str, int] = {}
+    count: Counter[str] = Counter()
     for row, n in zip(report.rows, contexts, strict=True):
         capacity = _aligned(config, n)
         run, count = steps.prompt_as_run(config, model, n, capacity), Counter()
@@ -258,13 +258,14 @@ def _prefill_of_one(subject: Subject, contexts: Sequence[int]) -> Report:
             found = _counted(report, subject, tokens, capacity, rows)
             count.update({part: times * macs for part, macs in found.items()})
         row |= {"code_tflops": _weighted(model, run) / 1e12, "counted_tflops": _weighted(model, count) / 1e12}
-        above = {part: count[part] - macs for part, macs in steps.prompt_needed(model, n).items()}
     for label, key in (("this code's chunks", "code_tflops"), ("counted in jaxprs", "counted_tflops")):
         report.cells.append([label, *(_small(row[key] * 1e12 / scale) for row in report.rows)])
     report.cells.append(["counted above chunks", *(f"{r['counted_tflops'] / r['code_tflops'] - 1:.2%}" for r in report.rows)])
     *_, (_, tokens, rows) = last = steps.chunks(config, model, contexts[-1])
     causes = {"routed experts": "blocks not full", SCORES: "slots not visible yet", CORE: "window blocks"}
-    why = ", ".join(f"{_small(_weighted(model, {p: above[p]}) / scale)} {cause}" for p, cause in causes.items() if above.get(p))
+    need = steps.prompt_needed(model, contexts[-1])
+    above = {cause: _weighted(model, {p: count[p] - need[p]}) for p, cause in causes.items() if count[p] > need[p]}
+    why = ", ".join(f"{_small(flops / scale)} {cause}" for cause, flops in above.items())
     report.notes.append(
         f"chunks of {last[0][1]:,} tokens at most, the reference's static shapes: above all at {spell(contexts[-1])} {why}"
     )

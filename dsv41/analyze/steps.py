@@ -6,7 +6,7 @@ meets window keys block by block. Where a token or a few go through, next to not
 
 from collections import Counter
 
-from dsv41.analyze.costs import CORE, FORMAT_COST, SCORES, Model
+from dsv41.analyze.costs import CORE, FORMAT_COST, SCORES, Model, prefill_macs
 from dsv41.config import ModelConfig
 from dsv41.plan import layer_plans
 
@@ -77,15 +77,12 @@ def prompt_as_run(config: ModelConfig, model: Model, context: int, capacity: int
     return parts
 
 
-def prompt_needed(model: Model, context: int) -> dict[str, int]:
-    """What a prompt of ``context`` tokens needs, by part; the last window's tokens alone run the decoder's layers."""
-    last = context if model.tail is None else min(model.tail, context)
-    parts = {w.part: w.prefill * context + (w.active - w.prefill) * last for w in model.weights if w.active}
-    parts["head"] = next(w.active for w in model.weights if w.part == "head")
-    for r in model.reads:
-        rows = r.rows_of_all(context) - (0 if r.prefill else r.rows_of_all(context - last))
-        parts[r.part] = parts.get(r.part, 0) + r.layers * r.macs * rows
-    return parts
+def prompt_needed(model: Model, context: int) -> Counter[str]:
+    """What a prompt of ``context`` tokens needs, by part, that of its tail among it."""
+    parts: Counter[str] = Counter()
+    for part, _, of_all, of_tail in prefill_macs(model, context):
+        parts[part] += of_all + of_tail
+    return +parts
 
 
 def expert_rows(items: int, experts: int) -> int:

@@ -5,31 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv41.config import ModelConfig, VisionConfig, replace
+from dsv41.config import ModelConfig, VisionConfig
 from dsv41.hf.names import key_table
 from dsv41.hf.safetensors import DTYPES
 from dsv41.hf.save import Unit, write_weights
 from dsv41.params import ReleasedTensor
-from tests.models import tiny_config
+from tests.models import drafting_config
 
 VISION = VisionConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=24, patch_size=2)
 
 
 def released_config(**changes) -> ModelConfig:
     """Every role in four layers, two draft stages, a vision tower, tiles that do not divide the weights (40, 20 over 32)."""
-    base = tiny_config(
-        q_lora_rank=40,
-        o_lora_rank=20,
-        num_hidden_layers=4,
-        kv_source_layer_ids=(1, 2),
-        index_source_layer_ids=(1, 2, 3),
-        candidate_source_layer_id=2,
-        num_nextn_predict_layers=2,
-        dspark_target_layer_ids=(1, 2, 3),
-        compress_ratios=(0, 2, 1, 1, 0, 0),
-        vision_config=VISION,
-    )
-    return replace(base, **changes)
+    return drafting_config(**{"q_lora_rank": 40, "o_lora_rank": 20, "vision_config": VISION, **changes})
 
 
 def random_tensor(tensor: ReleasedTensor, rng: np.random.Generator) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 from dsv41 import cli
 from dsv41.config import preset, save_config
 from dsv41.errors import UserError
+from dsv41.files import locked
 from dsv41.hf.convert import Imported
 from dsv41.hf.folder import open_folder
 from dsv41.hf.load import load_draft
@@ -106,7 +107,18 @@ def test_what_cannot_be_asked(options, whole, capsys, tmp_path):
     assert "allowed with dspark" in error("--recipe", "toy", "--from", str(options.source))
     with pytest.raises(UserError, match="the run to draft for, allowed is another folder"):
         train_drafter(replace(options, out=options.source))
+    with locked(options.out), pytest.raises(UserError, match=r"^out: found a run at work in "):
+        train_drafter(options)
     with pytest.raises(UserError, match="seed: found another than that of the run"):
         train_drafter(replace(options, seed=7))
     with pytest.raises(UserError, match="found no drafter in"):
         opened(options.source)
+
+
+def test_a_run_that_diverges_ends(options, tmp_path, monkeypatch):
+    """Half of its steps skipped in a row, as a run of the model ends; no checkpoint of them is kept."""
+    nothing = {"loss": jnp.float32(jnp.nan), "skipped": jnp.int32(1)}
+    monkeypatch.setattr("train.drafter_run.make_drafter_step", lambda *_: lambda state, *_: (state, nothing))
+    with pytest.raises(UserError, match=r"^lr: found 0.01, .* steps 1 to 2 is not finite; no checkpoint is kept"):
+        train_drafter(replace(options, out=tmp_path / "diverged", checkpoint_every=1))
+    assert Checkpoints(tmp_path / "diverged" / "checkpoints").latest() is None
