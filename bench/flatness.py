@@ -77,6 +77,8 @@ class Options:
     """Requests in a step."""
     impls: tuple[Impl, ...] = ("auto", "reference")
     """auto: the kernels that this machine can run. reference: plain XLA."""
+    tables: tuple[Table, ...] = ("own", "widest")
+    """own: as wide as the context needs. widest: as the longest needs."""
     out: Path | None = None
     """Also write what was found to this JSON file."""
 
@@ -142,10 +144,10 @@ def kernels(run: Callable[[int], Any]) -> tuple[int, Counter[str]]:
     return count // (PROFILED - 1), Counter({name: us / (PROFILED - 1) for name, us in spent.items()})
 
 
-def measure(steps: Steps, impl: Impl, batch: int, contexts: Sequence[int]) -> list[Found]:
-    """Each context with the table that is its own and with the widest; what is compiled, is before."""
+def measure(steps: Steps, impl: Impl, batch: int, contexts: Sequence[int], tables: Sequence[Table]) -> list[Found]:
+    """Each context with each kind of table; all is compiled before."""
     found = []
-    for table in ("own", "widest") if len(contexts) > 1 else ("own",):
+    for table in tables:
         shortest: Counter[str] = Counter()
         for context in contexts:
             run = partial(steps.run, context, table)
@@ -185,12 +187,13 @@ def open_model(name: str, longest: int) -> Model:
     return serving.random_model(config.replace(CONFIGS[name](), max_position_embeddings=longest))
 
 
-def warmed(model: Model, impl: Impl, batch: int, contexts: Sequence[int]) -> Steps:
+def warmed(model: Model, impl: Impl, batch: int, contexts: Sequence[int], tables: Sequence[Table]) -> Steps:
     """Steps whose programs are compiled, all with ``impl``."""
     with registry.automatic(impl):
         steps = Steps(model, batch, max(contexts))
-        for context in contexts:
-            steps.run(context, "own", 1)
+        for table in tables:
+            for context in contexts:
+                steps.run(context, table, 1)
     return steps
 
 
@@ -210,7 +213,8 @@ def main(options: Options) -> None:
     found: list[Found] = []
     for impl in options.impls:
         for batch in options.batches:
-            found += measure(warmed(model, impl, batch, contexts), impl, batch, contexts)
+            common = impl, batch, contexts, options.tables
+            found += measure(warmed(model, *common), *common)
             if options.out is not None:
                 told = {**facts, "ratios": ratios(found), "results": [asdict(one) for one in found]}
                 write_text(options.out, json.dumps(told, indent=1) + "\n")

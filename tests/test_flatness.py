@@ -32,7 +32,7 @@ def test_a_step_reads_its_context_whatever_the_table(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(flatness, "open_model", lambda *_: tiny_model(**TWO_SOURCES))
     monkeypatch.setattr(flatness, "warmed", lambda *args: opened.append(warmed(*args)) or opened[-1])
     out = tmp_path / "flat.json"
-    flatness.main(flatness.Options("toy", "16,64", (2,), ("auto",), out))
+    flatness.main(flatness.Options("toy", "16,64", (2,), ("auto",), out=out))
     steps = opened[0]
     assert steps._device.widths == [1, 4] and steps._device.compiled() == 2
     own, wide, longer = (steps.run(*args, 3).logprobs for args in ((16, "own"), (16, "widest"), (64, "own")))
