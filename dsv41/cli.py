@@ -225,7 +225,7 @@ def _serve(args: Serve) -> int:
         from infer.engine import PAGE, Engine
         from infer.model import load_model
 
-        model = load_model(args.checkpoint)
+        model = load_model(args.checkpoint, args.mesh)
         model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
         longest = min(args.longest, model.config.max_position_embeddings)
         policy, replay = PACKED if args.packed else Policy(), args.decoder_replay

@@ -20,11 +20,10 @@ from dsv41.cache import Cache, cache_bytes, capacity, init_cache
 from dsv41.config import ModelConfig
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
-from dsv41.params import text_specs
 from dsv41.prefill import Restored
-from dsv41.sharding import ROWS, mesh_sizes, row_parts, shardings
+from dsv41.sharding import ROWS
 from infer.continuation import Continuation, check_prompt
-from infer.model import Model
+from infer.model import Model, weight_parts
 from infer.prefix import Hit, PrefixCache, lengths
 from infer.rounds import Rounds, programs
 from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
@@ -86,7 +85,7 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
 
 def on_mesh(function: Any, kind: str, config: ModelConfig, mesh: Any) -> Any:
     """A program of the `Generator` for each device's rows of a batch; weights are cut as `Model.mesh` says."""
-    weights = jax.tree.map(lambda s: s.spec, shardings(text_specs(config), mesh, stored=()))
+    weights = weight_parts(config, mesh)
     rows = PartitionSpec(ROWS)
     out = (PartitionSpec(None, ROWS), rows, rows) if kind == "decode" else rows
 
@@ -173,10 +172,6 @@ class Generator:
             speed.decode_seconds += spent
         return out
 
-    @property
-    def _row_parts(self) -> int:
-        return 1 if self.model.mesh is None else row_parts(mesh_sizes(self.model.mesh))
-
     def _placed(self, args: tuple) -> tuple:
         """On a mesh each device's rows; weights are in place."""
         if self.model.mesh is None:
@@ -199,7 +194,7 @@ class Generator:
         The outcome of a request does not depend on the others in the batch.
         """
         self.check(prompts, samplings)
-        config, batch = self.model.config, _bucket(len(prompts), 1, self._row_parts)
+        config, batch = self.model.config, _bucket(len(prompts), 1, self.model.row_parts)
         longest = max(len(ids) + s.max_new_tokens for ids, s in zip(prompts, samplings, strict=True))
         multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
         room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))

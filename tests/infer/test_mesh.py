@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from bench.soak import Told
 from dsv41 import sharding
 from dsv41.cache import init_cache
 from dsv41.errors import UserError
 from dsv41.model import extend
 from dsv41.numerics import PACKED, Policy
 from dsv41.params import text_specs
+from infer.engine import Engine, Request
 from infer.generate import Generator
 from infer.model import Model, check_decoding_mesh, place_params
 from infer.prefix import PrefixCache
@@ -43,12 +45,18 @@ def spread(model):
     return Model(place_params(model.params, model.config, mesh), model.config, model.tokenizer, model.token_map, 0, mesh=mesh)
 
 
-def test_ids_on_a_mesh_are_those_of_one_device(model, spread):
-    """Five prompts of different lengths, ended at different steps, on four parts of eight rows."""
+@pytest.fixture(scope="module")
+def asked(model):
+    """Five prompts of different lengths, ended at different steps, and what one device says to them."""
     prompts = [model.encode("def f(" + "a, " * n) for n in range(5)]
     assert max(map(len, prompts)) <= CHUNKS[0]
     samplings = [Sampling(max_new_tokens=6 + 5 * n, temperature=0.0 if n < 4 else 0.7, seed=3) for n in range(5)]
-    wanted, _ = Generator(model, PACKED).generate(prompts, samplings)
+    return prompts, samplings, Generator(model, PACKED).generate(prompts, samplings)[0]
+
+
+def test_ids_on_a_mesh_are_those_of_one_device(asked, spread):
+    """On four parts of eight rows."""
+    prompts, samplings, wanted = asked
     found, _ = Generator(spread, PACKED).generate(prompts, samplings)
     assert [one.ids for one in found] == [one.ids for one in wanted]
     for a, b in zip(found, wanted, strict=True):
@@ -58,6 +66,30 @@ def test_ids_on_a_mesh_are_those_of_one_device(model, spread):
     assert len(held) > 10
     table = spread.params.layers[1].engram.embed
     assert table.shape[0] % 8 == 0 and table.addressable_shards[0].data.shape[0] == table.shape[0] // 4
+
+
+def test_an_engine_on_a_mesh_says_what_one_device_says(asked, spread):
+    """Ten requests in eight slots, two to each part with three pages of 16 tokens, of which one request may want all."""
+    prompts, samplings, wanted = asked
+    engine = Engine(spread, PACKED, slots=8, longest=48, page=16, pages=12, chunks=(16,), block=5)
+    engine.device.widths = [3]  # one width of table, or twice as much is compiled
+    told = [Told() for _ in range(10)]
+    for n, one in enumerate(told):
+        engine.submit(Request(prompts[n % 5], samplings[n % 5]), one.hear)
+    fills, fill = [], engine.device.fill
+    engine.device.fill = lambda chunks: (fills.append(len(chunks)), fill(chunks))[1]
+    engine.step()
+    # A prompt of each part is filled at once, and its pages are the part's own.
+    assert fills[0] == 4 and all(engine.device.shard(job.slot) == page // 4 for job in engine._running() for page in job.pages)
+    while engine.step():
+        pass
+    for n, one in enumerate(told):
+        assert (one.ids, one.text, one.last.finish) == (wanted[n % 5].ids, wanted[n % 5].text, wanted[n % 5].finish)
+        # fp32 sums in another order, three layers deep.
+        np.testing.assert_allclose(one.logprobs, wanted[n % 5].logprobs, rtol=0, atol=1e-4)
+    now, pool = engine.metrics(), engine.device.cache.sources[0].main_kv
+    assert now.preempted > 0 and now.free_pages == now.pages == 12
+    assert pool.shape[0] == 16 and {s.data.shape[0] for s in pool.addressable_shards} == {4}
 
 
 def test_every_copy_selects_and_keeps_the_same_bits(model, spread):
@@ -87,3 +119,9 @@ def test_what_a_mesh_cannot_decode_is_refused(model, spread):
         Generator(spread, prefix=PrefixCache(model, Policy(), "full"))
     with pytest.raises(UserError, match="mesh: found 'context=2', allowed behind a cache is 'context=1'"):
         check_decoding_mesh(sharding.parse_mesh("context=2"), model.config)
+    for sizes, says in (
+        ({"slots": 6}, "slots: found 6, allowed on this mesh is a multiple of 4; nearest is 8"),
+        ({"slots": 8, "pages": 3}, "pages: found 3, allowed on this mesh is a multiple of 4; nearest is 4"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Engine(spread, **sizes)
