@@ -165,8 +165,6 @@ def _generate(args: Generate) -> int:
 
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "max_new_tokens")
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
-    if args.mesh is not None and args.prefix_cache is not None:
-        raise UserError("prefix_cache: found one beside --mesh, allowed is one of them")
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
     from dsv41.show import printable

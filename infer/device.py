@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dsv41.cache import Cache
 from dsv41.errors import UserError
@@ -77,9 +77,9 @@ class Device:
         self.steps = steps = Steps(model, policy, decoder_replay, likeliest)
         self._own = 1 + pages // self.shards
         rows = PartitionSpec(ROWS)
-        self._where: Any = jax.devices()[0] if model.mesh is None else NamedSharding(model.mesh, rows)
+        self._where: Any = model.rows or jax.devices()[0]
         init = partial(init_pool, model.config, policy, slots, self.shards * self._own, page)
-        self._init = jax.jit(init, out_shardings=None if model.mesh is None else self._where)
+        self._init = jax.jit(init, out_shardings=model.rows)
 
         def on_mesh(function: Any, ins: Any, out: PartitionSpec) -> Any:
             if model.mesh is None:
@@ -128,7 +128,7 @@ class Device:
             for kind, early in (("encode", True), ("prefill", False)):
                 self._programs[kind + end] = jax.jit(on_mesh(partial(fill, early), None, rows), donate_argnums=1)
         self._take_windows = jax.jit(_windows_of)
-        self._put_windows = jax.jit(_with_windows, donate_argnums=0)
+        self._put_windows = jax.jit(_with_windows, donate_argnums=0, out_shardings=model.rows)
         self._depth = model.config.engram_max_ngram_size - 1 if model.config.engram_layer_ids else 0
         self.reset()
 

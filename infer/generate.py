@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dsv41.cache import Cache, cache_bytes, capacity, init_cache
 from dsv41.config import ModelConfig
@@ -111,8 +111,6 @@ class Generator:
         prefix: PrefixCache | None = None,
         drafting: Drafting = NO_DRAFTS,
     ):
-        if prefix is not None and model.mesh is not None:
-            raise UserError("prefix_cache: found one on a mesh, allowed is one device")
         self.model, self.policy, self.prefix = model, policy or Policy(), prefix
         self.drafting = drafting
         if drafting.mode != "off" and model.draft is None:
@@ -174,9 +172,8 @@ class Generator:
 
     def _placed(self, args: tuple) -> tuple:
         """On a mesh each device's rows; weights are in place."""
-        if self.model.mesh is None:
+        if (where := self.model.rows) is None:
             return args
-        where = NamedSharding(self.model.mesh, PartitionSpec(ROWS))
         return tuple(arg if arg is self.model.params else jax.device_put(arg, where) for arg in args)
 
     def check(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
@@ -199,7 +196,7 @@ class Generator:
         multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
         room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))
         speed = Speed()
-        cache = init_cache(config, self.policy, batch, room, self.drafting.mode != "off")
+        (cache,) = self._placed((init_cache(config, self.policy, batch, room, self.drafting.mode != "off"),))
         speed.cache_bytes = cache_bytes(cache)
         hits, cache = self._restore(prompts, cache)
         last, cache = self._prefill(prompts, cache, (batch, room), hits, speed)

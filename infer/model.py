@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
 from dsv41.hf.draft import CARRIED, from_carried, has_draft
 from dsv41.params import abstract_params, text_specs
-from dsv41.sharding import Sizes, check_mesh, make_mesh, mesh_sizes, parse_mesh, row_parts, shardings
+from dsv41.sharding import ROWS, Sizes, check_mesh, make_mesh, mesh_sizes, parse_mesh, row_parts, shardings
 from dsv41.tokenmap import token_map
 from infer.sampling import check_text
 from train.checkpoint import Checkpoints
@@ -43,6 +43,11 @@ class Model:
     def row_parts(self) -> int:
         """Parts that a batch's rows are cut into."""
         return 1 if self.mesh is None else row_parts(mesh_sizes(self.mesh))
+
+    @property
+    def rows(self) -> NamedSharding | None:
+        """Where a batch's rows lie on the mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(ROWS))
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
