@@ -271,8 +271,8 @@ class Task:
         lane = self.lanes[kind.selected]
         row_at = unpack.madd(lane.row, kind.pitch, self._slot(turn))
         chunk, live = lane.chunk(index), None
-        if self.geometry.width < self.geometry.padded:
-            # Past a row's end there are the next warp's rows.
+        if self.geometry.width < self.geometry.padded or not lane.covers:
+            # Past a row's end there are the next warp's rows, and some threads have no chunk of theirs.
             live = unpack.below(chunk, self.geometry.width // 32)
             chunk = unpack.choose(live, chunk, unpack.constant(0))
         at = unpack.madd(chunk, 16 if kind.selected else 32, row_at)
