@@ -53,7 +53,7 @@ class Scripted(Engine):
 
     def __init__(self, model, *_, **__):
         self.model, self.longest, self.page = model, 2048, 64
-        self.allocator = type("Pages", (), {"pages": 32})()
+        self.allocator = type("Pages", (), {"most": 32})()
         self.jobs, self.aborted, self.asked = {}, [], []
         self.go, self.warm = threading.Event(), threading.Event()
         self.go.set()

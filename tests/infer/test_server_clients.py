@@ -263,7 +263,7 @@ def test_command(capsys, monkeypatch, tmp_path, model):
     with listen("127.0.0.1", 0) as taken:
         assert "Address already in use" in fails("--port", str(taken.getsockname()[1]))
     assert "--port: cannot listen on nowhere.invalid" in fails("--host", "nowhere.invalid")
-    monkeypatch.setattr("infer.model.load_model", lambda run: model)
+    monkeypatch.setattr("infer.model.load_model", lambda run, mesh: model)
     monkeypatch.setattr("infer.engine.Engine", Scripted)
     monkeypatch.setenv("DSV41_API_KEY", "k")
     file = tmp_path / "a.db"
