@@ -30,6 +30,7 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.curve import Score
 from train.data import to_batch
+from train.devices import Devices
 from train.loop import TrainOptions, fit_vocabulary, train
 from train.metrics import Log
 from train.packing import Packed
@@ -123,6 +124,10 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
     assert first.scores == second.scores == []
     assert records(part.out) == records(options.out)
     chex.assert_trees_all_equal(whole.state, second.state)
+    # Of arrays that are bound to their device, and of others, jax makes two programs: a resumed run would compile again.
+    devices = Devices(None, whole.config)
+    restored, _ = Checkpoints(part.out / "checkpoints").restore(10, devices.target())
+    assert [a.committed for a in jax.tree.leaves(devices.init(0))] == [a.committed for a in jax.tree.leaves(restored)]
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
@@ -275,6 +280,7 @@ def test_resume_with_another_text_names_the_data(options, whole, tmp_path):
 def test_a_run_by_seconds_says_where_few_steps_fit(options, monkeypatch, capsys, few, warned):
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     monkeypatch.setattr(loop, "_FEW_STEPS", few)
+    _steps_of(monkeypatch, ())
     run = replace(options, out=options.out.with_name(f"seconds-{few}"), steps=0, max_seconds=40.0, evaluate=False)
     result = train(run)
     total = read_run(run.out).total
