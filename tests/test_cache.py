@@ -104,13 +104,16 @@ def chunkings(n):
 
 
 @pytest.mark.pitfall("A1", "A8", "A9", "D1")
-def test_every_chunking_of_twelve_tokens_equals_one_shot():
-    """All 2,048 cuts, prefill(n) + decode(m) among them, as rows of one batch; cache leaves included."""
-    sizes = chunkings(SHORT)
-    ids = np.broadcast_to(IDS[:1, :SHORT], (len(sizes), SHORT))
+def test_every_chunking_of_ten_tokens_equals_one_shot():
+    """All 512 cuts, prefill(n) + decode(m) among them, as rows of one batch; cache leaves included.
+
+    Ten tokens go around the window of 4 twice; selections of 4 bind at both ratios, and so does the pool of 6.
+    """
+    sizes = chunkings(10)
+    ids = np.broadcast_to(IDS[:1, :10], (len(sizes), 10))
     logits, cache = take_chunks(ids, sizes)
-    close(logits, np.broadcast_to(whole(IDS[:1, :SHORT])["logits"], logits.shape))
-    _, once = take_chunks(IDS[:1, :SHORT], [[SHORT]])
+    close(logits, np.broadcast_to(whole(IDS[:1, :10])["logits"], logits.shape))
+    _, once = take_chunks(IDS[:1, :10], [[10]])
     same_state(cache, jax.tree.map(lambda a: np.broadcast_to(a, (len(sizes), *a.shape[1:])), once))
 
 

@@ -25,7 +25,8 @@ class Devices:
     def init(self, seed: int) -> TrainState:
         """The state before the first step."""
         if self.mesh is None:
-            return init_state(self._config, seed, self._active)
+            # Bound to its device, as what a checkpoint gives back is: a resumed run has the same program, compiled already.
+            return jax.device_put(init_state(self._config, seed, self._active), jax.devices()[0])
         return init_on(self.mesh, init_state, self._config, seed)
 
     def place(self, batch: Any, accumulate: int = 1) -> Any:

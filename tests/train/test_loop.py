@@ -30,6 +30,7 @@ from train import loop
 from train.checkpoint import Checkpoints
 from train.curve import Score
 from train.data import to_batch
+from train.devices import Devices
 from train.loop import TrainOptions, fit_vocabulary, train
 from train.metrics import Log
 from train.packing import Packed
@@ -123,6 +124,10 @@ def test_resume_gives_the_same_bits(options, whole, monkeypatch):
     assert first.scores == second.scores == []
     assert records(part.out) == records(options.out)
     chex.assert_trees_all_equal(whole.state, second.state)
+    # Of arrays that are bound to their device, and of others, jax makes two programs: a resumed run would compile again.
+    devices = Devices(None, whole.config)
+    restored, _ = Checkpoints(part.out / "checkpoints").restore(10, devices.target())
+    assert [a.committed for a in jax.tree.leaves(devices.init(0))] == [a.committed for a in jax.tree.leaves(restored)]
 
 
 def test_a_finished_run_says_so_before_it_reads_or_compiles_anything(options, whole, monkeypatch, capsys):
@@ -275,6 +280,7 @@ def test_resume_with_another_text_names_the_data(options, whole, tmp_path):
 def test_a_run_by_seconds_says_where_few_steps_fit(options, monkeypatch, capsys, few, warned):
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     monkeypatch.setattr(loop, "_FEW_STEPS", few)
+    _steps_of(monkeypatch, ())
     run = replace(options, out=options.out.with_name(f"seconds-{few}"), steps=0, max_seconds=40.0, evaluate=False)
     result = train(run)
     total = read_run(run.out).total
@@ -307,32 +313,38 @@ def test_the_weights_of_a_run_open_for_inference(options, whole, tmp_path):
         load_model(tmp_path / "run")
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
+@pytest.fixture(scope="module")
+def undivided():
+    """The config, its folding, and the step that takes a batch as a whole."""
     config, fold = fit_vocabulary(_tiny(), train_tokenizer([TEXT], 300))
+    return config, fold, make_train_step(config, Policy(), fold)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(undivided):
+    config, _, step = undivided
     state = init_state(config, 0)
     state = state.replace(params=state.params.replace(norm=state.params.norm.at[0].set(jnp.nan)))
     before = jax.tree.map(np.asarray, state)
-    ids = np.full((2, 64), 5, np.int32)
+    ids = np.full((4, 64), 5, np.int32)
 
     batch = to_batch(Packed(ids, np.ones_like(ids)))
-    after, metrics = make_train_step(config, Policy(), fold)(state, batch, jnp.float32(1e-3))
+    after, metrics = step(state, batch, jnp.float32(1e-3))
     assert int(metrics["skipped"]) == 1
     assert int(after.step) == 1
     chex.assert_trees_all_equal(before, after.replace(step=before.step))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_parts_of_a_batch_add_up_to_it(parts):
+def test_parts_of_a_batch_add_up_to_it(undivided, parts):
     """Rows of unequal length, so that a mean of the parts' means would be another number; float32 sums in another order."""
-    config, fold = fit_vocabulary(_tiny(), train_tokenizer([TEXT], 300))
+    config, fold, step = undivided
+    divided = make_train_step(config, Policy(), fold, StepOptions(parts))
     ids = np.random.default_rng(3).integers(3, config.vocab_size, (4, 64)).astype(np.int32)
     for lengths in ([64, 64, 64, 64], [64, 40, 9, 23]):
         segments = (np.arange(64)[None] < np.array(lengths)[:, None]).astype(np.int32)
         batch = to_batch(Packed(ids, segments))
-        want, whole = make_train_step(config, Policy(), fold)(init_state(config, 0), batch, jnp.float32(1e-3))
-        got, metrics = make_train_step(config, Policy(), fold, StepOptions(parts))(
-            init_state(config, 0), batch, jnp.float32(1e-3)
-        )
+        want, whole = step(init_state(config, 0), batch, jnp.float32(1e-3))
+        got, metrics = divided(init_state(config, 0), batch, jnp.float32(1e-3))
         np.testing.assert_allclose(metrics["ce"], whole["ce"], rtol=2e-6)
         np.testing.assert_allclose(metrics["max_load"], whole["max_load"], rtol=1e-6)
         if min(lengths) == 64:
