@@ -23,7 +23,7 @@ from dsv41.hashing import table_primes
 from dsv41.hf.stored import StoredWeight
 from dsv41.model import extend
 from dsv41.numerics import Policy
-from dsv41.params import init_params, text_specs
+from dsv41.params import init_params
 from kernels_pallas.engram_gather.cases import Case, arguments
 
 BATCHES = (1, 32, 128)
@@ -78,10 +78,7 @@ def main(out: Path | None) -> None:
     if jax.default_backend() != "gpu":
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: its bus is what is measured")
     config = with_engram()
-    masters = init_params(config, jax.random.key(0))
-    stored = lambda a, spec: a if spec.stored in ("f32", "i64") else a.astype(jnp.bfloat16)  # noqa: E731
-    params = jax.tree.map(stored, masters, text_specs(config))
-    del masters
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
     codes, scales, _ = arguments(Case(1, rows=max(config.engram_num_embeddings)))
     table = StoredWeight(codes, scales, "fp8_rows", (32, 32))
     tables = {"device": table, "pinned host": jax.device_put(table, jax.memory.Space.Host)}

@@ -22,7 +22,7 @@ from dsv41.errors import UserError
 from dsv41.files import check_outputs, write_text
 from dsv41.model import extend
 from dsv41.numerics import Policy
-from dsv41.params import init_params, text_specs
+from dsv41.params import init_params
 from kernels_pallas import registry
 
 STEPS = {"decode, 1 request": (1, 1), "decode, 32 requests": (32, 1), "prefill of 512 tokens": (1, 512)}
@@ -86,10 +86,7 @@ def main(out: Path | None) -> None:
     check_outputs({"out": out})
     if jax.default_backend() != "gpu":
         raise UserError(f"backend: found {jax.default_backend()}, allowed is gpu: CUPTI counts there")
-    masters = init_params(with_reuse(2), jax.random.key(0))
-    stored = lambda a, spec: a if spec.stored in ("f32", "i64") else a.astype(jnp.bfloat16)  # noqa: E731
-    params = jax.tree.map(stored, masters, text_specs(with_reuse(2)))
-    del masters
+    params: Any = init_params(with_reuse(2), jax.random.key(0), jnp.bfloat16)
     fewer = params.replace(layers=params.layers[:-1])
     results = []
     for impl in ("auto", "reference"):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from tokenizers import Tokenizer, models
 
 from bench import program
@@ -22,11 +23,11 @@ from bench.compile_time import forty_layers
 from dsv41.analyze import counted
 from dsv41.analyze.contexts import parse_contexts, spell
 from dsv41.cache import Cache, stored
-from dsv41.config import PRESETS, preset
+from dsv41.config import PRESETS, ModelConfig, preset
 from dsv41.errors import UserError
 from dsv41.files import check_outputs, write_text
 from dsv41.numerics import PACKED, Policy
-from dsv41.params import init_params, text_specs
+from dsv41.params import init_params
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV
 from infer.device import ENDS, Chunk, Device
 from infer.engine import Engine, Event, Request
@@ -75,10 +76,12 @@ def open_model(options: Options) -> Model:
     name = options.preset or "toy"
     if name == "flash":
         raise UserError(f"preset: found 'flash', whose weights are more than one machine's; allowed are {_names()}")
-    config = forty_layers() if name == FORTY else preset(name)
-    dtype = policy().compute_dtype
-    kept = lambda a, spec: a if spec.stored in ("f32", "i64") else a.astype(dtype)  # noqa: E731
-    params = jax.tree.map(kept, init_params(config, jax.random.key(0)), text_specs(config))
+    return random_model(forty_layers() if name == FORTY else preset(name))
+
+
+def random_model(config: ModelConfig) -> Model:
+    """Random weights as passes take them, with a tokenizer that says nothing."""
+    params = init_params(config, jax.random.key(0), policy().compute_dtype)
     words = {f"w{n}": n for n in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     return Model(params, config, tokenizer, np.arange(config.vocab_size, dtype=np.int32), 0)
@@ -99,8 +102,11 @@ def filled(cache: Cache, length: int) -> Cache:
     def rows(n: int, like: jax.Array, fmt: Any) -> jax.Array:
         # The format's width is the one whose rows have this many bytes.
         width = next(w for w in range(32, 8 * like.shape[-1], 32) if fmt.row_bytes(w) == like.shape[-1])
-        values = jax.random.normal(jax.random.key(n), (*like.shape[:-1], width), jnp.float32)
-        return stored(values, fmt, True)
+        few = min(like.shape[0], 64)
+        # A part at a time: as values, rows take many times their bytes.
+        part = lambda key: stored(jax.random.normal(key, (few, *like.shape[1:-1], width), jnp.float32), fmt, True)  # noqa: E731
+        parts = lax.map(part, jax.random.split(jax.random.key(n), -(-like.shape[0] // few)))
+        return parts.reshape(-1, *like.shape[1:])[: like.shape[0]]
 
     sources = tuple(
         replace(s, main_kv=rows(2 * n, s.main_kv, MAIN_KV), index_k=rows(2 * n + 1, s.index_k, INDEX_KEY))

@@ -405,10 +405,10 @@ def init_std(config: ModelConfig, spec: ParamSpec) -> float:
     return min(config.initializer_range, spec.shape[-1] ** -0.5)
 
 
-def _initial(config: ModelConfig, specs: Any, key: PRNGKeyArray) -> Any:
+def _initial(config: ModelConfig, specs: Any, key: PRNGKeyArray, dtype: Any = None) -> Any:
     """Initial weights of a tree of specs."""
 
-    def leaf(spec: ParamSpec) -> jax.Array:
+    def master(spec: ParamSpec) -> jax.Array:
         own = jax.random.fold_in(key, np.uint32(zlib.crc32(spec.key.encode())))
         if spec.init == "zeros":
             return jnp.zeros(spec.shape, spec.dtype)
@@ -418,16 +418,19 @@ def _initial(config: ModelConfig, specs: Any, key: PRNGKeyArray) -> Any:
             return _balanced_experts(own, spec, config.n_routed_experts)
         return jnp.float32(init_std(config, spec)) * jax.random.truncated_normal(own, -3.0, 3.0, spec.shape, jnp.float32)
 
+    def leaf(spec: ParamSpec) -> jax.Array:
+        return master(spec) if dtype is None or spec.stored in ("f32", "i64") else master(spec).astype(dtype)
+
     return map_specs(leaf, specs)
 
 
-def init_params(config: ModelConfig, key: PRNGKeyArray) -> TextParams:
+def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: Any = None) -> TextParams:
     """Initial weights. Each leaf's key is folded from its name, so a value does not depend on the tree around it.
 
     Matrices: truncated normal of std min(initializer_range, 1/sqrt(fan_in)); gains 1; biases and sinks 0; mHC scales
-    0.01 (training §3.4).
+    0.01 (training §3.4). dtype: of the weights that the release does not store as float32; float32 where not given.
     """
-    return _initial(config, text_specs(config), key)
+    return _initial(config, text_specs(config), key, dtype)
 
 
 def init_draft(config: ModelConfig, key: PRNGKeyArray) -> DraftParams:
