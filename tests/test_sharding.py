@@ -352,7 +352,10 @@ def test_the_release_is_lowered_for_64_devices_that_are_not_there():
 
 def test_compile_says_what_is_wrong(capsys):
     for words, says in (
-        (["--mesh", "context=3"], "--length: found 4096, allowed is a multiple of the mesh's 'context=3'; nearest is 4095"),
+        (
+            ["--mesh", "context=3"],
+            "allowed is a multiple of the mesh's 'context=3' and of 16; nearest is 4080",
+        ),
         (["--mesh", "expert=2", "--length", "63"], "--length: found 63"),
         (["--mesh", "context=2", "--step", "decode"], "--mesh: found 'context=2', allowed behind a cache is 'context=1'"),
         (
@@ -362,6 +365,14 @@ def test_compile_says_what_is_wrong(capsys):
         (["--mesh", "expert=2", "--topology", "h200x4"], "--topology: found 4 devices for a mesh of 2"),
         (["--mesh", "expert=2", "--topology", "v5p-256"], "--topology: found 'v5p-256', whose compiler is not here"),
         (["--mesh", "expert=2", "--topology", "h200"], "--topology: found 'h200', allowed is 'here', or a GPU"),
+        (["--mesh", "expert=2", "--topology", "hre"], "as 'h200x2'; did you mean 'here'?"),
+        (["--mesh", "expert=2", "--topology", "here", "--platform", "tpu"], "--platform: found 'tpu' beside --topology here"),
+        (["--mesh", "Expert=2"], "allowed are data, fsdp, expert, context, model; did you mean 'expert'?"),
+        (
+            ["--mesh", "expert=2", "--step", "decode", "--length", str(10**11)],
+            "allowed on this mesh is 1 to 1073741823",
+        ),
+        (["--mesh", "expert=2", "--rows", "0"], "is 1 to 262143; nearest is 1"),
     ):
         assert cli.run(["compile", "--preset", "toy", *words]) == 2
         assert says in capsys.readouterr().err
