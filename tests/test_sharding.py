@@ -22,7 +22,7 @@ from dsv41.owners import fetched_rows, returned_rows
 from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
 from tests.models import equations, tiny_config
 from train.checkpoint import Checkpoints
-from train.layout import from_stored, state_leaves, stored_target, to_stored
+from train.layout import from_stored, init_on, state_leaves, stored_target, to_stored
 from train.optim.muon import muon
 from train.placed import totals
 from train.step import init_state
@@ -275,6 +275,20 @@ def test_plan_says_what_is_wrong_with_a_mesh(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["totals"]["devices"] == 2 and report["mesh"] == "expert=2"
     assert {row["name"] for row in report["weights"]} >= {"embed.weight", "layers.*.engram.embed.weight"}
+
+
+@pytest.mark.pitfall("M5")
+def test_a_state_is_made_where_it_lies():
+    """Each array as its spec says, momenta as their weights; a device holds the plan's bytes; the numbers of one device."""
+    config, mesh = two_layers(), sharding.make_mesh(sharding.parse_mesh("fsdp=2,expert=2,model=2"))
+    leaves, sizes = state_leaves(init_state, config), sharding.mesh_sizes(mesh)
+    state, wanted = init_on(mesh, init_state, config, 3), init_state(config, 3)
+    for spec, leaf, one in zip(spec_leaves(leaves), jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.spec == sharding.partition_spec(sharding.placement(spec, sizes))
+        assert leaf.dtype == one.dtype
+        np.testing.assert_array_equal(np.asarray(leaf)[: len(one)] if one.ndim else leaf, one)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert held == sharding.shard_bytes(leaves, sizes) < sum(a.nbytes for a in jax.tree.leaves(wanted)) / 3
 
 
 @pytest.mark.pitfall("M5", "N9")

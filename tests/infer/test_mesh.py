@@ -101,6 +101,7 @@ def test_ids_on_a_mesh_are_those_of_one_device(asked, spread, tmp_path):
     assert table.shape[0] % 8 == 0 and table.addressable_shards[0].data.shape[0] == table.shape[0] // 4
 
 
+@pytest.mark.pitfall("M1", "M3")
 def test_an_engine_on_a_mesh_says_what_one_device_says(asked, spread):
     """Ten requests in eight slots, two to each part with six pages of 8 tokens, of which one request may want all.
 
