@@ -107,20 +107,25 @@ def seconds_by_place(folder: Path, named: dict[str, str]) -> Counter[tuple[str, 
     return Counter({at: ns / 1e9 for at, ns in found.items()})
 
 
-def _plain_trace() -> jax.profiler.ProfileOptions:
+def plain_trace() -> jax.profiler.ProfileOptions:
     """Without the calls of Python functions, which are far more than the operations."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
-def _batch(config: ModelConfig, options: Options) -> Batch:
-    ids = np.random.default_rng(0).integers(3, config.vocab_size, (options.batch_size, options.length)).astype(np.int32)
+def random_batch(config: ModelConfig, rows: int, length: int) -> Batch:
+    """Rows of random ids, one document each, as numpy arrays."""
+    ids = np.random.default_rng(0).integers(3, config.vocab_size, (rows, length)).astype(np.int32)
     segments = np.ones_like(ids)
-    return jax.tree.map(jnp.asarray, Batch(ids, segments, *targets_and_weights(ids, segments)))
+    return Batch(ids, segments, *targets_and_weights(ids, segments))
 
 
-def _named_one_by_one() -> dict[str, Any] | None:
+def _batch(config: ModelConfig, options: Options) -> Batch:
+    return jax.tree.map(jnp.asarray, random_batch(config, options.batch_size, options.length))
+
+
+def named_one_by_one() -> dict[str, Any] | None:
     """Compiler options: of a GPU's recorded graphs of kernels a trace does not say which operation each kernel is."""
     return {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
 
@@ -132,7 +137,7 @@ def build(options: Options, remat: str) -> tuple[Any, float]:
     step = make_train_step(config, Policy(DTYPES[options.dtype], remat=remat), fold, StepOptions(index_loss=options.index_loss))  # pyright: ignore
     began = time.perf_counter()
     state = jax.eval_shape(lambda: init_state(config, 0))
-    compiled = step.lower(state, _batch(config, options), jnp.float32(0)).compile(_named_one_by_one())  # pyright: ignore
+    compiled = step.lower(state, _batch(config, options), jnp.float32(0)).compile(named_one_by_one())  # pyright: ignore
     return compiled, time.perf_counter() - began
 
 
@@ -148,7 +153,7 @@ def measure(options: Options, remat: str, compiled: Any, compiling: float) -> di
         state, metrics = jax.block_until_ready(compiled(state, batch, rate))
         times.append(time.perf_counter() - began)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=_plain_trace()):
+        with jax.profiler.trace(folder, profiler_options=plain_trace()):
             for _ in range(_TRACED):
                 state, metrics = jax.block_until_ready(compiled(state, batch, rate))
         spent = seconds_by_place(Path(folder), names(compiled))

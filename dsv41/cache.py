@@ -5,6 +5,7 @@ lengths do not. A slot that a query cannot reach (past the length, older than th
 anything. Rows are stored as bytes where the policy's quantiser is on, else in the compute dtype.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -81,9 +82,10 @@ def init_cache(config: ModelConfig, policy: Policy, batch: int, capacity: int, d
     capacity: tokens, a multiple of every compression ratio. drafts: with rings for the draft stages.
     """
     plans = layer_plans(config)
-    for plan in plans:
-        if capacity < 1 or (plan.owns_kv and capacity % plan.ratio):
-            raise UserError(f"capacity: found {capacity}, allowed is a positive multiple of {max(plan.ratio, 1)}")
+    step = math.lcm(*(plan.ratio for plan in plans if plan.owns_kv))
+    if capacity < 1 or capacity % step:
+        near = max(1, round(capacity / step)) * step
+        raise UserError(f"capacity: found {capacity}, allowed is a positive multiple of {step}; nearest is {near}")
 
     def rows(count: int, width: int, fmt: Format, on: bool) -> jax.Array:
         shape = (batch, count, fmt.row_bytes(width) if on else width)

@@ -1,6 +1,7 @@
 """The command line `dsv41`: plan, train, eval, generate, serve, verify, demo, convert, bench, analyze, compile.
 
-Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted. What a command needs is imported when it runs.
+Exit codes: 0 done, 1 a check failed, 2 bad input, 3 another process of the run died, 130 interrupted. What a command
+needs is imported when it runs.
 """
 
 import contextlib

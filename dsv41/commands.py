@@ -192,7 +192,7 @@ class Generate:
     """Continue prompts with a trained model; several prompts run as one batch."""
 
     checkpoint: Path
-    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote, or of released weights."""
     prompt: tuple[str, ...] = ()
     """One or more texts to continue."""
     prompts_file: Path | None = None
@@ -236,7 +236,7 @@ class Serve:
     """Serve a trained model to OpenAI's clients: completions and chat, whole or streamed."""
 
     checkpoint: Path
-    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote."""
+    """The folder of a run that `dsv41 train` or `dsv41 convert` wrote, or of released weights."""
     host: str = "127.0.0.1"
     """Address to listen on; this machine alone without it. 0.0.0.0 for every network, and then with a key."""
     port: int = 8000

@@ -10,13 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from dsv41.config import ModelConfig
 from dsv41.hashing import hash_rows, lookback
-from dsv41.hf.stored import StoredWeight
 from dsv41.layout import Layout
 from dsv41.numerics import Taps, linear, record
-from dsv41.owners import fetched_rows
+from dsv41.owners import fetch, fetched_rows, parts
 from dsv41.params import EngramParams, ParamSpec, TextParams, text_specs
 from dsv41.sharding import cut_axes
-from kernels_pallas.engram_gather.api import engram_gather, in_host_memory
+from kernels_pallas.engram_gather.api import in_host_memory
 
 
 def engram_rows(
@@ -56,11 +55,6 @@ class Fetched:
     values: jax.Array
 
 
-def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"]:
-    """Rows of a table of floats or of a `StoredWeight`, in ``dtype``."""
-    return engram_gather(*_parts(table), rows, dtype)
-
-
 def fetch_ahead(params: TextParams, config: ModelConfig, rows: tuple[Int[Array, "B T C"], ...], dtype: Any) -> tuple[Any, ...]:
     """The rows of tables in pinned host memory or on several devices, asked for before the first layer; others stay numbers,
     for their layer.
@@ -72,14 +66,10 @@ def fetch_ahead(params: TextParams, config: ModelConfig, rows: tuple[Int[Array, 
         if cut_axes(spec):
             found = fetched_rows(spec, table, ids.reshape(-1), dtype)
             return Fetched(ids, found.reshape(*ids.shape, -1))
-        return Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(_parts(table)[0]) else ids
+        return Fetched(ids, fetch(table, ids, dtype)) if in_host_memory(parts(table)[0]) else ids
 
     of = lambda layers: [layer.engram.embed for layer in layers if layer.engram is not None]  # noqa: E731
     return tuple(ahead(*one) for one in zip(rows, of(params.layers), of(text_specs(config).layers), strict=True))
-
-
-def _parts(table: Any) -> tuple[Any, Any]:
-    return (table.codes, table.scales) if isinstance(table, StoredWeight) else (table, None)
 
 
 def apply_engram(

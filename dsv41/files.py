@@ -50,9 +50,15 @@ def make_writable(folder: Path, name: str = "out", allowed: str = "a folder that
     """Proves that ``folder`` can be made and written, and leaves nothing behind; raises `UserError`, of ``name``, when not."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
+        for left in reversed(range(100)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+                    break
+            except (FileNotFoundError, FileExistsError):
+                # Another process, which asks the same at the same time, has taken away what it had made.
+                if not left:
+                    raise
     except OSError as error:
         raise UserError(f"{name}: cannot write {str(folder)!r} ({cause(error)}), allowed is {allowed}") from error
     finally:

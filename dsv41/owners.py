@@ -11,9 +11,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsv41.exchange import exchange
+from dsv41.hf.stored import StoredWeight
 from dsv41.moe import grouped
 from dsv41.params import ParamSpec
 from dsv41.sharding import cut_axes, size
+from kernels_pallas.engram_gather.api import engram_gather
+
+
+def parts(table: Any) -> tuple[Any, Any]:
+    """Codes and scales of a `StoredWeight`; of a table of floats itself and None."""
+    return (table.codes, table.scales) if isinstance(table, StoredWeight) else (table, None)
+
+
+def fetch(table: Any, rows: Int[Array, "*s"], dtype: Any) -> Float[Array, "*s W"]:
+    """Rows of a table of floats or of a `StoredWeight`, in ``dtype``."""
+    return engram_gather(*parts(table), rows, dtype)
 
 
 @struct.dataclass
@@ -36,13 +48,17 @@ def _ask(axes: tuple[str, ...], held: int, ids: Int[Array, " u"]) -> _Asked:
     return _Asked(own, order, place, pairs)
 
 
-def fetched_rows(spec: ParamSpec, table: Float[Array, "R W"], ids: Int[Array, " u"], dtype: Any = None) -> Float[Array, "u W"]:
-    """Rows ``ids`` of a table, zeros for ids past its end, in ``dtype`` or the table's. table: this device's part of it."""
+def fetched_rows(spec: ParamSpec, table: Any, ids: Int[Array, " u"], dtype: Any = None) -> Float[Array, "u W"]:
+    """Rows ``ids`` of a table ``[R, W]``, zeros for ids past its end, in ``dtype`` or the table's.
+
+    table: this device's part of it, of floats or, on a mesh, a `StoredWeight`, for which ``dtype`` is given.
+    """
     axes = cut_axes(spec)
     if not axes:
         return table.at[ids].get(mode="fill", fill_value=0)
     asked = _ask(axes, table.shape[0], ids)
-    rows = table[asked.own].astype(dtype or table.dtype)
+    stored = isinstance(table, StoredWeight)
+    rows = fetch(table, asked.own, dtype) if stored else table[asked.own].astype(dtype or table.dtype)
     back: Any = exchange(rows, asked.pairs.T, ids.size, ids.size, axes)
     return back[asked.place]
 

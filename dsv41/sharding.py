@@ -54,7 +54,7 @@ def parse_mesh(text: str) -> Sizes:
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise UserError(f"mesh: found axis {name!r}, allowed are {', '.join(AXES)}{nearest(name, AXES)}")
+            raise UserError(f"mesh: found axis {name!r}, allowed are {', '.join(AXES)}{nearest(name.lower(), AXES)}")
         if not (equals and value.isascii() and value.isdecimal() and int(value)) or name in seen:
             raise UserError(f"mesh: found {part.strip()!r}, allowed is each axis once, as 'data=2,expert=4'")
         seen.add(name)

@@ -1,4 +1,4 @@
-"""A trained run's folder, opened for inference."""
+"""A trained run's folder, or one of released weights, opened for inference."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -13,8 +13,21 @@ from tokenizers import Tokenizer
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
 from dsv41.hf.draft import CARRIED, from_carried, has_draft
+from dsv41.hf.folder import open_folder
+from dsv41.hf.load import ShardingRule, load_draft, load_params, one_device
 from dsv41.params import abstract_params, text_specs
-from dsv41.sharding import ROWS, Sizes, check_mesh, make_mesh, mesh_sizes, parse_mesh, row_parts, shardings
+from dsv41.sharding import (
+    ROWS,
+    Sizes,
+    check_mesh,
+    make_mesh,
+    mesh_sizes,
+    parse_mesh,
+    partition_spec,
+    placement,
+    row_parts,
+    shardings,
+)
 from dsv41.tokenmap import token_map
 from infer.sampling import check_text
 from train.checkpoint import Checkpoints
@@ -70,17 +83,45 @@ def model_digest(model: Model) -> bytes:
 
 
 def load_model(run: Path, mesh: str | None = None) -> Model:
-    """The newest checkpoint in the folder of a run, weights only; raises `UserError` when there is none.
+    """The newest checkpoint in the folder of a run, weights only, or released weights; raises `UserError` when there are none.
+
+    Released experts and Engram tables stay in the form that they are stored in.
 
     mesh: devices by axis, as `dsv41.sharding.parse_mesh` reads it, in place of one device; `UserError` where the model or this
     machine cannot have it.
     """
+    if _is_released(run):
+        folder = open_folder(run, parts=("text",))
+        on = None if mesh is None else _make_mesh(mesh, folder.config)
+        tokenizer, fold = _tokenizer(run, folder.config)
+        return Model(load_params(folder, "served", _rule(on)), folder.config, tokenizer, fold, 0, mesh=on)
     checkpoint_folder = run / "checkpoints"
     latest = Checkpoints(checkpoint_folder, 1).latest() if checkpoint_folder.is_dir() else None
     if latest is None:
-        raise UserError(f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train or convert wrote")
+        raise UserError(
+            f"checkpoint: found no checkpoint in {str(run)!r}, allowed is a folder that dsv41 train or"
+            " convert wrote, or of released weights"
+        )
     config = load_config(run)
     on = None if mesh is None else _make_mesh(mesh, config)
+    tokenizer, fold = _tokenizer(run, config)
+    fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
+    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on)
+
+
+def _is_released(folder: Path) -> bool:
+    return not (folder / "checkpoints").is_dir() and any(folder.glob("*.safetensors"))
+
+
+def _rule(mesh: Mesh | None) -> ShardingRule:
+    """Where released weights lie for `Model.mesh`."""
+    if mesh is None:
+        return one_device
+    return lambda spec: NamedSharding(mesh, partition_spec(placement(spec, mesh_sizes(mesh), ())))
+
+
+def _tokenizer(run: Path, config: ModelConfig) -> tuple[Tokenizer, np.ndarray]:
+    """The tokenizer in a folder, and its folding map."""
     file = run / "tokenizer.json"
     if not file.is_file():
         raise UserError(
@@ -94,17 +135,17 @@ def load_model(run: Path, mesh: str | None = None) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(f"checkpoint: cannot read {str(file)!r} ({reason})") from error
-    fold, _ = token_map(tokenizer, config.engram_compressed_vocab_size)
-    fingerprint = Checkpoints(checkpoint_folder, 1).fingerprint(latest)
-    return Model(_restore(checkpoint_folder, latest, config, on), config, tokenizer, fold, latest, fingerprint, on)
+    return tokenizer, token_map(tokenizer, config.engram_compressed_vocab_size)[0]
 
 
 def with_drafter(model: Model, run: Path) -> Model:
     """A model of `load_model` with the drafter beside it; `UserError` where its run has none, and on a mesh."""
     if model.mesh is not None:
         raise UserError("draft: found a drafter on a mesh, allowed is 'off'")
-    checkpoints = Checkpoints(run / "checkpoints", 1)
-    if not has_draft(checkpoints.described(model.step).get(CARRIED, {})):
+    released, checkpoints = _is_released(run), Checkpoints(run / "checkpoints", 1)
+    if released and model.config.num_nextn_predict_layers:
+        return replace(model, draft=load_draft(open_folder(run, parts=("draft",))))
+    if released or not has_draft(checkpoints.described(model.step).get(CARRIED, {})):
         raise UserError(
             f"draft: found no drafter in {str(run)!r}, allowed is a folder with one: of dsv41 train --recipe dspark, or of"
             " dsv41 convert from weights with draft stages; nearest is 'off'"

@@ -22,7 +22,7 @@ from dsv41.owners import fetched_rows, returned_rows
 from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
 from tests.models import equations, tiny_config
 from train.checkpoint import Checkpoints
-from train.layout import from_stored, state_leaves, stored_target, to_stored
+from train.layout import from_stored, init_on, state_leaves, stored_target, to_stored
 from train.optim.muon import muon
 from train.placed import totals
 from train.step import init_state
@@ -277,6 +277,20 @@ def test_plan_says_what_is_wrong_with_a_mesh(capsys):
     assert {row["name"] for row in report["weights"]} >= {"embed.weight", "layers.*.engram.embed.weight"}
 
 
+@pytest.mark.pitfall("M5")
+def test_a_state_is_made_where_it_lies():
+    """Each array as its spec says, momenta as their weights; a device holds the plan's bytes; the numbers of one device."""
+    config, mesh = two_layers(), sharding.make_mesh(sharding.parse_mesh("fsdp=2,expert=2,model=2"))
+    leaves, sizes = state_leaves(init_state, config), sharding.mesh_sizes(mesh)
+    state, wanted = init_on(mesh, init_state, config, 3), init_state(config, 3)
+    for spec, leaf, one in zip(spec_leaves(leaves), jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.spec == sharding.partition_spec(sharding.placement(spec, sizes))
+        assert leaf.dtype == one.dtype
+        np.testing.assert_array_equal(np.asarray(leaf)[: len(one)] if one.ndim else leaf, one)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert held == sharding.shard_bytes(leaves, sizes) < sum(a.nbytes for a in jax.tree.leaves(wanted)) / 3
+
+
 @pytest.mark.pitfall("M5", "N9")
 def test_a_checkpoint_is_read_on_any_mesh(tmp_path):
     """Saved on 8 devices, read on 4, 2 and 1 and written back, bit for bit, tables whose rows do not divide among them."""
@@ -352,7 +366,10 @@ def test_the_release_is_lowered_for_64_devices_that_are_not_there():
 
 def test_compile_says_what_is_wrong(capsys):
     for words, says in (
-        (["--mesh", "context=3"], "--length: found 4096, allowed is a multiple of the mesh's 'context=3'; nearest is 4095"),
+        (
+            ["--mesh", "context=3"],
+            "allowed is a multiple of the mesh's 'context=3' and of 16; nearest is 4080",
+        ),
         (["--mesh", "expert=2", "--length", "63"], "--length: found 63"),
         (["--mesh", "context=2", "--step", "decode"], "--mesh: found 'context=2', allowed behind a cache is 'context=1'"),
         (
@@ -362,6 +379,14 @@ def test_compile_says_what_is_wrong(capsys):
         (["--mesh", "expert=2", "--topology", "h200x4"], "--topology: found 4 devices for a mesh of 2"),
         (["--mesh", "expert=2", "--topology", "v5p-256"], "--topology: found 'v5p-256', whose compiler is not here"),
         (["--mesh", "expert=2", "--topology", "h200"], "--topology: found 'h200', allowed is 'here', or a GPU"),
+        (["--mesh", "expert=2", "--topology", "hre"], "as 'h200x2'; did you mean 'here'?"),
+        (["--mesh", "expert=2", "--topology", "here", "--platform", "tpu"], "--platform: found 'tpu' beside --topology here"),
+        (["--mesh", "Expert=2"], "allowed are data, fsdp, expert, context, model; did you mean 'expert'?"),
+        (
+            ["--mesh", "expert=2", "--step", "decode", "--length", str(10**11)],
+            "allowed on this mesh is 1 to 1073741823",
+        ),
+        (["--mesh", "expert=2", "--rows", "0"], "is 1 to 262143; nearest is 1"),
     ):
         assert cli.run(["compile", "--preset", "toy", *words]) == 2
         assert says in capsys.readouterr().err

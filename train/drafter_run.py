@@ -127,6 +127,8 @@ def train_drafter(options: DrafterOptions) -> DrafterResult:
     _check(options)
     with Report() as report, locked(options.out):
         report.phase("opening the model", quiet=True)
+        if not (options.source / "checkpoints").is_dir():
+            raise UserError(f"from: found no checkpoint in {str(options.source)!r}, allowed is what dsv41 train or convert wrote")
         model = load_model(options.source)
         config = drafting_config(model.config)
         check_length(options.length, config.document_alignment)

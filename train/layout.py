@@ -26,14 +26,16 @@ def check_rows(sizes: Sizes, rows: int, accumulate: int) -> None:
         raise UserError(f"batch_size: found {rows}, allowed on this mesh is a multiple of {step} rows; nearest is {close}")
 
 
-def check_tokens(sizes: Sizes, length: int, replay: str = "off") -> None:
-    """Raises `UserError` where a row's tokens cannot be cut over ``context``."""
+def check_tokens(sizes: Sizes, length: int, align: int, replay: str = "off") -> None:
+    """Raises `UserError` where a row's tokens, a multiple of ``align``, cannot be cut over ``context``."""
     parts = sizes["context"]
     if parts > 1 and replay == "gather":
         raise UserError(f"mesh: found 'context={parts}', allowed where decoder replay gathers is 'context=1'")
     if length % parts:
-        near = max(parts, round(length / parts) * parts)
-        raise UserError(f"length: found {length}, allowed is a multiple of the mesh's 'context={parts}'; nearest is {near}")
+        step = math.lcm(parts, align)
+        near = max(1, round(length / step)) * step
+        also = f" and of {align}" if parts % align else ""
+        raise UserError(f"length: found {length}, allowed is a multiple of the mesh's 'context={parts}'{also}; nearest is {near}")
 
 
 def state_leaves(init: Callable[..., Any], config: ModelConfig, specs: Any = None) -> Any:

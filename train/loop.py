@@ -28,7 +28,7 @@ from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import BEST, CHECKPOINTS, METRICS, TrainOptions, check_options
-from train.processes import any_of, check_equal, leads, meet, written
+from train.processes import any_of, check_equal, leads, meet, together, written
 from train.progress import Report
 from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, model_option, read_run, sources, write_run
@@ -147,7 +147,7 @@ def train(options: TrainOptions) -> TrainResult:
     """
     began = time.monotonic()
     config = check_options(options)
-    with Report() as report, written(options.out) as out:
+    with Report() as report, written(options.out) as out, together():
         return _train(options, config, out, report, began)
 
 

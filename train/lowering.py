@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv41.collectives import summed_collectives
 from dsv41.config import ModelConfig
-from dsv41.errors import UserError
+from dsv41.errors import UserError, nearest
 from dsv41.exchange import using
 from dsv41.numerics import Policy
 from dsv41.params import map_specs
@@ -88,7 +88,11 @@ def lower(
 
 def _platform(topology: str | None, platform: str, sizes: Sizes) -> str:
     """What to lower for; raises `UserError` for devices that are not the mesh's, or whose compiler is not here."""
-    if topology is None or topology == HERE:
+    if topology is None:
+        return platform
+    if platform != "cuda":
+        raise UserError(f"platform: found {platform!r} beside topology={topology}, allowed is one of them")
+    if topology == HERE:
         return platform
     gpus, wanted = _GPUS.fullmatch(topology), math.prod(sizes.values())
     if gpus and int(gpus[1]) == wanted:
@@ -100,7 +104,8 @@ def _platform(topology: str | None, platform: str, sizes: Sizes) -> str:
         )
     if _TPUS.fullmatch(topology):
         raise UserError(f"topology: found {topology!r}, whose compiler is not here, allowed is platform=tpu, which lowers for it")
-    raise UserError(f"topology: found {topology!r}, allowed is '{HERE}', or a GPU and how many of it, as 'h200x{wanted}'")
+    allowed = f"allowed is '{HERE}', or a GPU and how many of it, as 'h200x{wanted}'"
+    raise UserError(f"topology: found {topology!r}, {allowed}{nearest(topology, (HERE, f'h200x{wanted}'))}")
 
 
 def report(
@@ -112,11 +117,13 @@ def report(
     platform = _platform(topology, platform, sizes)
     if kind == "train":
         check_length(length, config.document_alignment)
-        check_tokens(sizes, length)
+        check_tokens(sizes, length, config.document_alignment)
     most = np.iinfo(np.int32).max // (row_parts(sizes) * max(length, 1))  # tokens are counted in int32
+    if not most:
+        raise UserError(f"length: found {length}, allowed on this mesh is 1 to {np.iinfo(np.int32).max // row_parts(sizes)}")
     if not 1 <= rows <= most:
-        allowed = f"1 to {most}" if most else "none"
-        raise UserError(f"rows: found {rows}, allowed with rows of {length} tokens on this mesh is {allowed}")
+        near = min(max(rows, 1), most)
+        raise UserError(f"rows: found {rows}, allowed with {length} tokens each on this mesh is 1 to {most}; nearest is {near}")
     found = lower(config, sizes, rows, length, platform, kind, topology == HERE)
     if as_json:
         return json.dumps(found, indent=1)

@@ -127,7 +127,7 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
         raise UserError(f"engram_rows: found {options.engram_rows}, allowed on a mesh is 0; nearest is 0")
     for stage in stages(options, config, options.steps):
         check_rows(sizes, stage.rows, stage.step.accumulate)
-        check_tokens(sizes, stage.length, stage.step.replay)
+        check_tokens(sizes, stage.length, config.document_alignment, stage.step.replay)
     unit = next(
         (spec for spec in spec_leaves(text_specs(config)) if spec.stored in options.qat_weights and torn(spec, sizes)), None
     )

@@ -26,6 +26,9 @@ from dsv41.files import locked
 
 # Seconds: for all processes to come, for those left to end when one has died, and for all to read, compile or write.
 PATIENCE, HEARTBEAT, WORK = 90, 60, 3600
+LOST = 3  # exit code
+# What collectives and barriers say of a process that is gone.
+_DEATH = re.compile(r"Gloo|NCCL|heartbeat|Barrier|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (?:closed|reset)")
 _PLACE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})@(\S+:[0-9]{1,5})")
 
 
@@ -33,7 +36,8 @@ def join(text: str, patience: int = PATIENCE) -> None:
     """Joins the others of ``"0/2@HOST:PORT"``: this process's number, how many there are, where the first one listens.
 
     To be called before anything else asks for a device. Raises `UserError` for another form. Where not all come within
-    ``patience`` seconds, the process ends with one line and exit code 2; where one of them dies later, JAX ends the others.
+    ``patience`` seconds, the process ends with one line and exit code 2; where one of them dies later, `together` ends
+    the others, or where nothing fails JAX does when heartbeats are missed, by an abort.
     """
     found = _PLACE.fullmatch(text)
     if not found or not int(found[1]) < int(found[2]):
@@ -58,6 +62,22 @@ def join(text: str, patience: int = PATIENCE) -> None:
         )
     finally:
         timer.cancel()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Ends this process with one line and exit code `LOST` where what runs in it fails because another has died.
+
+    Not by an exception: at its end JAX would wait for the dead until their heartbeat is missed, and abort.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not several() or isinstance(error, UserError) or not _DEATH.search(str(error)):
+            raise
+        told = f"process: lost another of {jax.process_count()}; start all again, and they go on from the newest checkpoint"
+        print(f"dsv41: error: {told}", file=sys.stderr, flush=True)
+        os._exit(LOST)
 
 
 def several() -> bool:

@@ -25,7 +25,7 @@ from dsv41.hf.safetensors import DTYPES
 from dsv41.hf.stored import StoredWeight, decode, granule
 from dsv41.params import DraftParams, ParamSpec, TextParams, draft_specs, spec_leaves, text_specs
 
-Form = Literal["masters", "stored"]
+Form = Literal["masters", "stored", "served"]
 ShardingRule = Callable[[ParamSpec], Sharding]
 Key = tuple[tuple[int, int], ...]  # start and stop on each axis
 Task = Callable[[], None]
@@ -73,6 +73,8 @@ def load_params(
 
     masters: float32 (id tables int32), exact. stored: `StoredWeight` where the folder holds scales and the folder's own
     dtype elsewhere, except for the reference's own transforms: wo_a as bfloat16, head and compressor as float32 (§14).
+    served: what `dsv41.model` computes with: routed experts and tables as stored, the others as masters. Rows of ``sharding``
+    that a weight's own do not divide into are filled up with zeros, as `dsv41.sharding.padded_shape` says.
     progress: called with the bytes read so far. Raises `UserError` for a weight with values that are not finite
     (float32 tensors are taken as they are), for an id that int32 does not hold, and for a file cut short meanwhile.
     """
@@ -173,32 +175,49 @@ def _leaf(folder: ReleasedFolder, path: str, slots: list[Slot], form: Form, shar
     if spec.stored == "i64":
         held = np.dtype(np.int32)
     found = {folder.entry(slot.weight.name).dtype for slot in slots}
-    if form == "stored" and held is None and len(found) == 1:
-        codes = _raw(folder, [slot.weight.name for slot in slots], spec.stacked, sharding, run)
+    rows = _rows(spec, sharding) if form == "served" else None
+    kept = form == "stored" or (form == "served" and spec.stored in ("fp4", "fp8_rows"))
+    if kept and held is None and len(found) == 1:
+        codes = _raw(folder, [slot.weight.name for slot in slots], spec.stacked, sharding, run, rows)
         if not folder.quantized(slots[0]):
             return codes
-        return StoredWeight(codes, _scales(folder, slots, sharding, run), spec.stored, folder.tile)
-    dtype = np.dtype(spec.dtype) if form == "masters" or held is None else held
+        return StoredWeight(codes, _scales(folder, slots, sharding, run, rows), spec.stored, folder.tile)
+    dtype = np.dtype(spec.dtype) if form != "stored" or held is None else held
     tables = [_table(folder, slot, sharding, spec) for slot in slots]
     tasks = [partial(_decoded, folder, slot, table) for slot, table in zip(slots, tables, strict=True)]
-    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, run)
+    array = _assemble(spec.shape, dtype, spec.stacked, sharding, tasks, run, rows)
     for slot in slots:
         for name in folder.names(slot):
             folder.files[name].forget(name)
     return array
 
 
-def _scales(folder: ReleasedFolder, slots: list[Slot], sharding: Sharding, run: Run) -> jax.Array:
-    return _raw(folder, [slot.scale.name for slot in slots if slot.scale], slots[0].spec.stacked, sharding, run)
+def _rows(spec: ParamSpec, sharding: Sharding) -> int | None:
+    """Rows of a weight whose own do not divide into its shards, filled up; None where they do."""
+    if not isinstance(sharding, NamedSharding) or not spec.shape or spec.stacked:
+        return None
+    parts = _parts(sharding, 0)
+    return -(-spec.shape[0] // parts) * parts if spec.shape[0] % parts else None
 
 
-def _raw(folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Sharding, run: Run) -> jax.Array:
+def _parts(sharding: NamedSharding, dim: int) -> int:
+    axis = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return math.prod(sharding.mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
+
+
+def _scales(folder: ReleasedFolder, slots: list[Slot], sharding: Sharding, run: Run, rows: int | None = None) -> jax.Array:
+    return _raw(folder, [slot.scale.name for slot in slots if slot.scale], slots[0].spec.stacked, sharding, run, rows)
+
+
+def _raw(
+    folder: ReleasedFolder, names: list[str], stacked: bool, sharding: Sharding, run: Run, rows: int | None = None
+) -> jax.Array:
     """The tensors' own bytes, stacked or the only one; dtypes of 8 bits as uint8."""
     view = folder.view(names[0])
     shape, dtype = view.shape, view.dtype if view.dtype.itemsize > 1 else np.dtype(np.uint8)
     shape = (len(names), *shape) if stacked else shape
     tasks = [partial(_copied, folder, name) for name in names]
-    return _assemble(shape, dtype, stacked, _fit(sharding, shape), tasks, run)
+    return _assemble(shape, dtype, stacked, sharding if rows else _fit(sharding, shape), tasks, run, rows)
 
 
 def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
@@ -206,8 +225,7 @@ def _fit(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     axes = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
-    count = lambda axis: math.prod(sharding.mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))  # noqa: E731
-    kept = (axis if size % count(axis) == 0 else None for axis, size in zip(axes, shape, strict=True))
+    kept = (axis if size % _parts(sharding, n) == 0 else None for n, (axis, size) in enumerate(zip(axes, shape, strict=True)))
     return NamedSharding(sharding.mesh, PartitionSpec(*kept))
 
 
@@ -218,8 +236,15 @@ def _assemble(
     sharding: Sharding,
     tensors: list[Callable[[np.ndarray, Key], Iterator[Task]]],
     run: Run,
+    rows: int | None = None,
 ) -> jax.Array:
-    """An array whose distinct shards ``tensors`` fill, one an expert, each once however many devices hold it."""
+    """An array whose distinct shards ``tensors`` fill, one an expert, each once however many devices hold it.
+
+    rows: with rows of zeros behind the tensor's own, so many in all.
+    """
+    if rows is not None:
+        tensors = [partial(_filled, fill, shape[0]) for fill in tensors]
+        shape = (rows, *shape[1:])
     owners: dict[Key, list[Any]] = {}
     for device, key in _keys(sharding, shape):
         owners.setdefault(key, []).append(device)
@@ -228,6 +253,15 @@ def _assemble(
     run(task for n, out, inner in parts for task in tensors[n](out, inner))
     placed = [jax.device_put(blocks[key], device) for key, devices in owners.items() for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def _filled(fill: Callable[[np.ndarray, Key], Iterator[Task]], rows: int, out: np.ndarray, key: Key) -> Iterator[Task]:
+    """Tasks that fill a range of a tensor of ``rows`` rows, what is behind them with zeros."""
+    start, stop = key[0]
+    end = max(start, min(stop, rows))
+    out[end - start :] = 0
+    if end > start:
+        yield from fill(out[: end - start], ((start, end), *key[1:]))
 
 
 def _keys(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[Any, Key]]:

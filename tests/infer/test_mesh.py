@@ -12,12 +12,17 @@ from bench.soak import Told
 from dsv41 import sharding
 from dsv41.cache import init_cache
 from dsv41.errors import UserError
+from dsv41.hf.folder import open_folder
+from dsv41.hf.load import load_params
+from dsv41.hf.names import key_table, text_leaves
+from dsv41.hf.save import from_master, leaf_reader, write_weights
+from dsv41.hf.stored import StoredWeight
 from dsv41.model import extend
 from dsv41.numerics import PACKED
 from dsv41.params import text_specs
 from infer.engine import Engine, Request
 from infer.generate import Generator
-from infer.model import Model, check_decoding_mesh, place_params
+from infer.model import Model, check_decoding_mesh, load_model, place_params
 from infer.prefix import PrefixCache
 from infer.sampling import Sampling
 from infer.steps import CHUNKS
@@ -50,12 +55,17 @@ def spread(model):
 
 
 @pytest.fixture(scope="module")
-def asked(model):
+def alone(model):
+    return Generator(model, PACKED)
+
+
+@pytest.fixture(scope="module")
+def asked(model, alone):
     """Five prompts of different lengths, ended at different steps, and what one device says to them."""
     prompts = [model.encode("def f(" + "a, " * n) for n in range(5)]
     assert max(map(len, prompts)) <= CHUNKS[0]
     samplings = [Sampling(max_new_tokens=6 + 5 * n, temperature=0.0 if n < 4 else 0.7, seed=3) for n in range(5)]
-    return prompts, samplings, Generator(model, PACKED).generate(prompts, samplings)[0]
+    return prompts, samplings, alone.generate(prompts, samplings)[0]
 
 
 def same(found, wanted, last=None):
@@ -91,6 +101,7 @@ def test_ids_on_a_mesh_are_those_of_one_device(asked, spread, tmp_path):
     assert table.shape[0] % 8 == 0 and table.addressable_shards[0].data.shape[0] == table.shape[0] // 4
 
 
+@pytest.mark.pitfall("M1", "M3")
 def test_an_engine_on_a_mesh_says_what_one_device_says(asked, spread):
     """Ten requests in eight slots, two to each part with six pages of 8 tokens, of which one request may want all.
 
@@ -162,3 +173,34 @@ def test_what_a_mesh_cannot_decode_is_refused(model, spread):
     ):
         with pytest.raises(UserError, match=says):
             Engine(spread, **sizes)
+
+
+def test_released_weights_lie_on_a_mesh_as_they_are_stored(model, alone, asked, tmp_path):
+    """FP4 experts and FP8 rows, codes and scales in the same parts; the ids of their masters on one device."""
+    config = model.config
+    read = leaf_reader(dict(zip(text_leaves(config), jax.tree.leaves(model.params), strict=True)))
+    slots = [slot for slot in key_table(config).values() if slot.part == "text"]
+    units = [from_master(s, config, "release", lambda s=s: read(s.path, s.expert), None) for s in slots]
+    (tmp_path / "release").mkdir()
+    write_weights(tmp_path / "release", units, config)
+    (tmp_path / "release" / "tokenizer.json").write_text(model.tokenizer.to_str())
+    many, one = load_model(tmp_path / "release", MESH), load_model(tmp_path / "release")
+    masters = load_params(open_folder(tmp_path / "release", parts=("text",)))
+    is_stored = lambda x: isinstance(x, StoredWeight)  # noqa: E731
+    for params in (many.params, one.params):
+        held, plain = (jax.tree.leaves(p, is_leaf=is_stored) for p in (params, masters))
+        assert sum(map(is_stored, held)) == 3 * 3 + 1
+        for a, b in zip(held, plain, strict=True):
+            values = np.asarray(a.dequantize() if is_stored(a) else a)
+            np.testing.assert_array_equal(values[: len(b)], b)
+            assert not np.any(values[len(b) :])
+    experts, table = many.params.layers[0].ffn.experts.w1, many.params.layers[1].engram.embed
+    for array, parts in ((experts.codes, 4), (experts.scales, 4), (table.codes, 4), (table.scales, 4)):
+        assert array.addressable_shards[0].data.shape[0] * parts == array.shape[0]
+    prompts, samplings, _ = asked
+    plain = Generator(replace(model, params=masters), PACKED)
+    plain.programs = alone.programs
+    wanted, _ = plain.generate(prompts, samplings)
+    found, _ = Generator(many, PACKED).generate(prompts, samplings)
+    for a, b in zip(found, wanted, strict=True):
+        same(a, b)

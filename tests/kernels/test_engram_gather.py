@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41 import engram, model
+from dsv41 import model, owners
 from dsv41.cache import init_cache
 from dsv41.engram import apply_engram
 from dsv41.hf.stored import StoredWeight
@@ -126,7 +126,7 @@ def test_a_step_fetches_the_rows_of_host_tables_before_its_first_layer(monkeypat
     params = tiny_params(config)
     moved = [layer.replace(engram=e and e.replace(embed=in_host(e.embed))) for layer in params.layers for e in [layer.engram]]
     ids, token_map = jnp.asarray([[5], [9]], jnp.int32), jnp.arange(VOCAB, dtype=jnp.int32)
-    for name, module in (("engram_gather", engram), ("block", model)):
+    for name, module in (("engram_gather", owners), ("block", model)):
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, plain=plain, name=name: (order.append(name), plain(*args))[1])
     for layers in (params.layers, tuple(moved)):

@@ -21,7 +21,7 @@ from tests.models import tiny_config
 from tests.runs import records, small_data
 from train.checkpoint import Checkpoints
 from train.loop import TrainOptions, train
-from train.processes import join
+from train.processes import LOST, join
 from train.step import init_state
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,9 @@ def test_two_processes_have_the_numbers_of_one(base):
     time.sleep(5)
     codes = ended(first, start(1, port, out, base, DIE + START))
     told = (base / "two.0.txt").read_text()
-    assert codes[1] == -signal.SIGKILL and codes[0] != 0, told
+    assert codes == [LOST, -signal.SIGKILL], told
+    last = told.rstrip().splitlines()[-1]
+    assert last == "dsv41: error: process: lost another of 2; start all again, and they go on from the newest checkpoint"
     assert Checkpoints(out / "checkpoints").latest() == 2 and len(records(out)) in (2, 3), told
     port = free_port()
     codes = ended(*(start(number, port, out, base) for number in (0, 1)))

@@ -6,6 +6,8 @@ import math
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import matplotlib.image
@@ -154,6 +156,20 @@ def test_make_writable_leaves_what_was_there(tmp_path):
     make_writable(tmp_path / "there" / "new" / "run")
     make_writable(tmp_path / "there")
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_make_writable_among_others_that_ask_the_same(tmp_path):
+    """A process that began at the same time takes the folder away that it has made."""
+    begin = threading.Barrier(4)
+
+    def ask():
+        begin.wait()
+        for _ in range(50):
+            make_writable(tmp_path / "new" / "run")
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(done.result() for done in [pool.submit(ask) for _ in range(4)])
 
 
 def test_a_model_that_just_fits_is_taken(monkeypatch):
