@@ -23,6 +23,7 @@ from dsv41 import config
 from dsv41.errors import UserError
 from dsv41.files import check_outputs, write_text
 from dsv41.numerics import PACKED
+from infer.device import Chunk
 from infer.engine import PAGE, Engine, Event, Request
 from infer.payload import BlockFormat
 from infer.prefix import PrefixCache
@@ -66,11 +67,11 @@ def first_token(engine: Engine, ids: list[int], kind: str = "") -> Found:
     engine.submit(Request(ids, Sampling(max_new_tokens=1)), told.append)
     ran, fill = 0, engine.device.fill
 
-    def counted(*args: Any, **more: Any) -> Any:
+    def counted(chunks: list[Chunk]) -> Any:
         nonlocal ran
-        end, drawn = fill(*args, **more)
-        ran += end - args[2]
-        return end, drawn
+        ends, drawn = fill(chunks)
+        ran += ends[0] - chunks[0].at
+        return ends, drawn
 
     engine.device.fill = counted
     while not told:

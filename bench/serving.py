@@ -31,7 +31,7 @@ from dsv41.files import check_outputs, write_text
 from dsv41.numerics import PACKED, Policy
 from dsv41.params import init_params
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV
-from infer.device import ENDS, Device
+from infer.device import ENDS, Chunk, Device
 from infer.engine import Engine, Event, Request
 from infer.model import Model, load_model
 from infer.sampling import Sampling
@@ -151,7 +151,7 @@ def _median(run: Callable[[], Any], repeats: int) -> float:
 def _whole_prompt(device: Device, prompt: list[int]) -> None:
     at, pages = 0, list(range(1, 1 + device.widths[-1]))
     while at < len(prompt):
-        at, _ = device.fill(0, prompt, at, pages, Sampling(), False)
+        (at,), _ = device.fill([Chunk(0, prompt, at, pages, Sampling())])
 
 
 def prompt_products(model: Model, context: int, replay: DecoderReplay) -> int:

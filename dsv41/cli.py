@@ -165,8 +165,6 @@ def _generate(args: Generate) -> int:
 
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "max_new_tokens")
     sampling, texts = Sampling(**{name: getattr(args, name) for name in names}), _prompts(args)
-    if args.mesh is not None and args.prefix_cache is not None:
-        raise UserError("prefix_cache: found one beside --mesh, allowed is one of them")
     _use_compilation_cache()
     from dsv41.numerics import PACKED, Policy
     from dsv41.show import printable
@@ -225,7 +223,7 @@ def _serve(args: Serve) -> int:
         from infer.engine import PAGE, Engine
         from infer.model import load_model
 
-        model = load_model(args.checkpoint)
+        model = load_model(args.checkpoint, args.mesh)
         model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
         longest = min(args.longest, model.config.max_position_embeddings)
         policy, replay = PACKED if args.packed else Policy(), args.decoder_replay

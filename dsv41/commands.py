@@ -251,6 +251,8 @@ class Serve:
     """Tokens of a request, prompt and answer; the model's own limit where that is less."""
     pages: int | None = None
     """Pages of 128 tokens of the cache; as many as the longest requests in all slots need where not given."""
+    mesh: str | None = None
+    """Devices by axis, as data=2,expert=2,model=2, of which slots and pages are cut by the first two, and by fsdp; else one."""
     packed: bool = False
     """Keep the cache in the release's FP4 and FP8 rows."""
     decoder_replay: Literal["full", "bounded", "halo"] = "full"

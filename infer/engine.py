@@ -19,7 +19,7 @@ from dsv41.errors import UserError
 from dsv41.numerics import Policy
 from infer.allocator import PageAllocator
 from infer.continuation import Continuation, check_prompt
-from infer.device import ENDS, Device
+from infer.device import ENDS, Chunk, Device
 from infer.model import Model
 from infer.prefix import PrefixCache
 from infer.reuse import Reuse, Start
@@ -174,14 +174,18 @@ class Engine:
         for name, value, most in (("slots", slots, None), ("block", block, BLOCK), ("longest", self.longest, room)):
             if value < 1 or (most is not None and value > most):
                 raise UserError(f"{name}: found {value}, allowed is 1 {f'to {most}' if most else 'or more'}")
-        pages = slots * -(-self.longest // page) if pages is None else pages
+        pages, parts = slots * -(-self.longest // page) if pages is None else pages, model.row_parts
         if pages < 1:
             raise UserError(f"pages: found {pages}, allowed is 1 or more")
+        for name, value in (("slots", slots), ("pages", pages)):
+            if value % parts:
+                near = -(-value // parts) * parts
+                raise UserError(f"{name}: found {value}, allowed on this mesh is a multiple of {parts}; nearest is {near}")
         if prefix is not None and prefix.block != page:
             raise UserError(f"page: found {page} beside blocks of {prefix.block}, allowed is the same number of tokens")
         sizes = slots, pages, page, self.longest, chunks
         self.device = Device(model, policy or Policy(), decoder_replay, *sizes, MOST_LIKELIEST, prefix is not None)
-        self.allocator = PageAllocator(pages)
+        self.allocator = PageAllocator(pages, parts)
         self._reuse = Reuse(prefix, self.device, self.allocator)
         self._ends, self._block, self._clock = {model.config.eos_token_id}, block, clock
         self._budget = chunks[-1] if budget is None else budget
@@ -201,7 +205,7 @@ class Engine:
 
     def submit(self, request: Request, on_event: OnEvent) -> int:
         """Queues a request and gives its id; `UserError` for one that can never run. Events begin with the next step."""
-        room = min(self.longest, self.allocator.pages * self.page)
+        room = min(self.longest, self.allocator.most * self.page)
         check_prompt(request.ids, request.sampling, self.model.config, room, "prompt")
         if not 0 <= request.logprobs <= MOST_LIKELIEST:
             raise UserError(f"logprobs: found {request.logprobs}, allowed is 0 to {MOST_LIKELIEST}")
@@ -273,9 +277,10 @@ class Engine:
             **self._reuse.counts(),
         )
 
-    def _running(self) -> list[_Job]:
-        """Jobs with a slot, first in rank first."""
-        return sorted((job for job in self._slots if job is not None), key=lambda job: job.rank)
+    def _running(self, shard: int | None = None) -> list[_Job]:
+        """Jobs with a slot, in a shard where one is given, first in rank first."""
+        jobs = (job for n, job in enumerate(self._slots) if job is not None and shard in (None, self.device.shard(n)))
+        return sorted(jobs, key=lambda job: job.rank)
 
     def _admit(self) -> None:
         """Gives slots and pages to those that wait, in rank; none overtakes another, but takes the place of a lower priority."""
@@ -288,34 +293,49 @@ class Engine:
                 return
             # One that had to go comes back only where it can go on.
             need = self._count(len(job.prompt) + len(job.said.ids) + 1)
-            running = self._running()
-            shared = self._reuse.adopt(job.start, job.prompt)
-            need -= len(shared)
-            # Each of those that run may soon want one more, and would take it from the newcomer.
-            if None in self._slots and self._reuse.free(need + len(running)):
+            if any(self._start(job, need, slot) for slot in self._free_slots(job)):
                 self._waiting.pop(0)
-                job.slot, job.pages = self._slots.index(None), shared + (self.allocator.take(need) or [])
-                self._slots[job.slot] = job
-                self._reuse.begin(job.start, job.slot, job.pages, len(shared))
-                job.filled, job.cached = job.start.hit.start, job.start.hit.kept
                 continue
-            self.allocator.release(shared)
+            running = self._running()
             if running and running[-1].request.priority > job.request.priority:
                 self._preempt(running[-1])
             else:
                 return
 
+    def _free_slots(self, job: _Job) -> list[int]:
+        """A slot of each shard that has one: first where most pages are that the job begins with, then where most are free."""
+        shards = [self.device.shard(slot) for slot in range(len(self._slots))]
+        first = {shards[n]: n for n in reversed(range(len(self._slots))) if self._slots[n] is None}
+        order = sorted(first, key=lambda s: (-len(self._reuse.held(job.start, s)), -self.allocator.free_in(s), s))
+        return [first[shard] for shard in order]
+
+    def _start(self, job: _Job, need: int, slot: int) -> bool:
+        """Gives a job a slot and ``need`` pages; False where its shard has not so many."""
+        shard = self.device.shard(slot)
+        shared = self._reuse.adopt(job.start, job.prompt, shard)
+        need -= len(shared)
+        # Each of those that run may soon want one more, and would take it from the newcomer.
+        if not self._reuse.free(need + len(self._running(shard)), shard):
+            self.allocator.release(shared)
+            return False
+        job.slot, job.pages = slot, shared + (self.allocator.take(need, shard) or [])
+        self._slots[slot] = job
+        self._reuse.begin(job.start, slot, job.pages, len(shared))
+        job.filled, job.cached = job.start.hit.start, job.start.hit.kept
+        return True
+
     def _count(self, tokens: int) -> int:
-        return min(-(-tokens // self.page), self.allocator.pages)
+        return min(-(-tokens // self.page), self.allocator.most)
 
     def _grow(self, job: _Job, tokens: int) -> bool:
         """Pages for so many tokens of a job, if need be of those behind it in rank; False where it had to go itself."""
-        need = self._count(tokens) - len(job.pages)
+        assert job.slot is not None
+        need, shard = self._count(tokens) - len(job.pages), self.device.shard(job.slot)
         while need > 0:
-            if self._reuse.free(need) and (pages := self.allocator.take(need)) is not None:
+            if self._reuse.free(need, shard) and (pages := self.allocator.take(need, shard)) is not None:
                 job.pages += pages
                 break
-            last = self._running()[-1]
+            last = self._running(shard)[-1]
             self._preempt(last)
             if last is job:
                 return False
@@ -417,18 +437,35 @@ class Engine:
         budget, any_ = self._budget, False
         for job in self._running():
             while job.slot is not None and not job.decoding and (budget > 0 or not any_):
-                request, before = job.request, job.filled
-                args = job.slot, job.prompt, before, job.pages, request.sampling, request.logprobs > 0
-                args = *args, job.start.hit, job.start.history
-                if (done := self._run([job], self.device.fill, *args)) is None:
+                jobs = self._beside(job)
+                if (done := self._run(list(jobs), self.device.fill, list(jobs.values()))) is None:
                     return True
-                job.filled, drawn = done
+                ends, drawn = done
                 any_ = True
-                budget -= job.filled - before
-                if job.decoding:
-                    self._reuse.publish(job.start, job.slot, job.pages, job.prompt)
-                    self._heard(job, self._take(job, drawn, (0,)))
+                budget -= ends[0] - job.filled
+                for one, end in zip(jobs, ends, strict=True):
+                    one.filled = end
+                    if one.decoding:
+                        self._reuse.publish(one.start, jobs[one].slot, one.pages, one.prompt)
+                        self._heard(one, self._take(one, drawn, (self.device.shard(jobs[one].slot),)))
         return any_
+
+    def _beside(self, job: _Job) -> dict[_Job, Chunk]:
+        """The next chunk of a job, and of the first in rank of each other shard whose chunk takes the same program."""
+
+        def chunk(job: _Job) -> Chunk:
+            assert job.slot is not None
+            more = job.request.sampling, job.request.logprobs > 0, job.start.hit, job.start.history
+            return Chunk(job.slot, job.prompt, job.filled, job.pages, *more)
+
+        found = {job: chunk(job)}
+        for one in self._running() if self.device.shards > 1 else ():
+            taken = {self.device.shard(other.slot) for other in found.values()}
+            if not one.decoding and one.slot is not None and self.device.shard(one.slot) not in taken:
+                other = chunk(one)
+                if self.device.shape(other) == self.device.shape(found[job]):
+                    found[one] = other
+        return found
 
     def _decode(self, steps: int) -> None:
         """A block of decode steps of every job whose prompt is filled."""

@@ -14,17 +14,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dsv41.cache import Cache, cache_bytes, capacity, init_cache
 from dsv41.config import ModelConfig
 from dsv41.errors import UserError
 from dsv41.numerics import Policy
-from dsv41.params import text_specs
 from dsv41.prefill import Restored
-from dsv41.sharding import ROWS, mesh_sizes, row_parts, shardings
+from dsv41.sharding import ROWS
 from infer.continuation import Continuation, check_prompt
-from infer.model import Model
+from infer.model import Model, weight_parts
 from infer.prefix import Hit, PrefixCache, lengths
 from infer.rounds import Rounds, programs
 from infer.sampling import Sampling, SamplingRows, sample, sampling_rows
@@ -86,7 +85,7 @@ def _bucket(n: int, smallest: int, multiple: int = 1) -> int:
 
 def on_mesh(function: Any, kind: str, config: ModelConfig, mesh: Any) -> Any:
     """A program of the `Generator` for each device's rows of a batch; weights are cut as `Model.mesh` says."""
-    weights = jax.tree.map(lambda s: s.spec, shardings(text_specs(config), mesh, stored=()))
+    weights = weight_parts(config, mesh)
     rows = PartitionSpec(ROWS)
     out = (PartitionSpec(None, ROWS), rows, rows) if kind == "decode" else rows
 
@@ -112,8 +111,6 @@ class Generator:
         prefix: PrefixCache | None = None,
         drafting: Drafting = NO_DRAFTS,
     ):
-        if prefix is not None and model.mesh is not None:
-            raise UserError("prefix_cache: found one on a mesh, allowed is one device")
         self.model, self.policy, self.prefix = model, policy or Policy(), prefix
         self.drafting = drafting
         if drafting.mode != "off" and model.draft is None:
@@ -173,15 +170,10 @@ class Generator:
             speed.decode_seconds += spent
         return out
 
-    @property
-    def _row_parts(self) -> int:
-        return 1 if self.model.mesh is None else row_parts(mesh_sizes(self.model.mesh))
-
     def _placed(self, args: tuple) -> tuple:
         """On a mesh each device's rows; weights are in place."""
-        if self.model.mesh is None:
+        if (where := self.model.rows) is None:
             return args
-        where = NamedSharding(self.model.mesh, PartitionSpec(ROWS))
         return tuple(arg if arg is self.model.params else jax.device_put(arg, where) for arg in args)
 
     def check(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
@@ -199,12 +191,12 @@ class Generator:
         The outcome of a request does not depend on the others in the batch.
         """
         self.check(prompts, samplings)
-        config, batch = self.model.config, _bucket(len(prompts), 1, self._row_parts)
+        config, batch = self.model.config, _bucket(len(prompts), 1, self.model.row_parts)
         longest = max(len(ids) + s.max_new_tokens for ids, s in zip(prompts, samplings, strict=True))
         multiple = [r for r in config.compress_ratios if r] + ([self.prefix.block] if self.prefix else [])
         room = _bucket(longest, SMALLEST_CAPACITY, math.lcm(*multiple))
         speed = Speed()
-        cache = init_cache(config, self.policy, batch, room, self.drafting.mode != "off")
+        (cache,) = self._placed((init_cache(config, self.policy, batch, room, self.drafting.mode != "off"),))
         speed.cache_bytes = cache_bytes(cache)
         hits, cache = self._restore(prompts, cache)
         last, cache = self._prefill(prompts, cache, (batch, room), hits, speed)

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import Tokenizer
 
 from dsv41.config import ModelConfig, load_config
 from dsv41.errors import UserError
 from dsv41.hf.draft import CARRIED, from_carried, has_draft
 from dsv41.params import abstract_params, text_specs
-from dsv41.sharding import Sizes, check_mesh, make_mesh, parse_mesh, shardings
+from dsv41.sharding import ROWS, Sizes, check_mesh, make_mesh, mesh_sizes, parse_mesh, row_parts, shardings
 from dsv41.tokenmap import token_map
 from infer.sampling import check_text
 from train.checkpoint import Checkpoints
@@ -38,6 +38,16 @@ class Model:
     fingerprint: bytes = b""
     mesh: Mesh | None = None
     draft: Any = None
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that a batch's rows are cut into."""
+        return 1 if self.mesh is None else row_parts(mesh_sizes(self.mesh))
+
+    @property
+    def rows(self) -> NamedSharding | None:
+        """Where a batch's rows lie on the mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(ROWS))
 
     def encode(self, text: str, name: str = "prompt") -> list[int]:
         """BOS and the text's ids; raises `UserError`, which calls the text ``name``, for one that cannot be continued."""
@@ -119,6 +129,11 @@ def place_params(params: Any, config: ModelConfig, mesh: Mesh) -> Any:
     """Weights as a checkpoint holds them, laid out for `Model.mesh`."""
     specs = text_specs(config)
     return jax.device_put(from_stored(params, specs, mesh), shardings(specs, mesh, stored=()))
+
+
+def weight_parts(config: ModelConfig, mesh: Mesh) -> Any:
+    """How `Model.mesh` cuts each weight, a tree of `PartitionSpec`."""
+    return jax.tree.map(lambda s: s.spec, shardings(text_specs(config), mesh, stored=()))
 
 
 def _restore(folder: Path, step: int, config: ModelConfig, mesh: Mesh | None) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dsv41.cache import Cache
 from dsv41.config import ModelConfig
@@ -50,11 +51,15 @@ NO_HIT = Hit()
 
 
 class BlockMover:
-    """Moves blocks between a cache and the host, a fixed number at once, so that two programs do it."""
+    """Moves blocks between a cache and the host, a fixed number at once, so that two programs do it.
 
-    def __init__(self, config: ModelConfig, tokens: int):
+    rows: how a mesh cuts the cache, None for one device.
+    """
+
+    def __init__(self, config: ModelConfig, tokens: int, rows: NamedSharding | None = None):
         self._take = jax.jit(partial(take_blocks, tokens=tokens, config=config))
-        self._put = jax.jit(partial(put_blocks, tokens=tokens, config=config), donate_argnums=0)
+        put = partial(put_blocks, tokens=tokens, config=config)
+        self._put = jax.jit(put, donate_argnums=0, out_shardings=rows)
 
     def take(self, cache: Cache, places: Sequence[int]) -> list[Blocks]:
         """The blocks at these places, each ``[n // r, row]`` (`dsv41.restore.take_blocks`)."""
@@ -98,7 +103,7 @@ class PrefixCache:
         self.block, self.store, self.windows = block or self.config.sliding_window, store, windows
         self.exact = decoder_replay != "bounded"
         self.format = BlockFormat(self.config, policy, self.block, model_digest(model), self.exact)
-        self.mover = BlockMover(self.config, self.block)
+        self.mover = BlockMover(self.config, self.block, model.rows)
         # Decoder windows differ with the replay; the blocks are the encoder's alone.
         self._windows_of = decoder_replay.encode()
         self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)

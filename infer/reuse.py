@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -52,11 +53,15 @@ class Reuse:
         ahead = len(self._trie.match(keys))
         return Start(keys, ahead, self._prefix.load_behind(keys, prompt, ahead))
 
-    def adopt(self, start: Start, prompt: list[int]) -> list[int]:
-        """Decides where a prompt goes on; the pages of others that it begins with, held for it."""
+    def held(self, start: Start, shard: int) -> list[int]:
+        """Pages in a shard that a prompt begins with."""
+        return list(takewhile(lambda page: self._allocator.shard(page) == shard, self._trie.match(start.keys)))
+
+    def adopt(self, start: Start, prompt: list[int], shard: int = 0) -> list[int]:
+        """Decides where a prompt goes on in a shard; the pages of others there that it begins with, held for it."""
         if self._prefix is None:
             return []
-        shared = self._trie.match(start.keys)
+        shared = self.held(start, shard)
         # Pages may have gone since it came; then what was read has no place to go on from.
         blocks = max(len(shared), start.ahead + len(start.loaded())) if len(shared) >= start.ahead else len(shared)
         start.hit = self._prefix.hit(start.keys, prompt, blocks)
@@ -98,12 +103,12 @@ class Reuse:
             blocks = prefix.mover.take(self._device.cache, begun)
             prefix.keep_windows(done, (self._device.windows(slot), blocks[0] if blocks else None))
 
-    def free(self, count: int) -> bool:
-        """Whether so many pages are free, need be for giving up blocks that no request holds."""
-        lacking = count - self._allocator.free
-        if lacking > 0:
-            self._allocator.release(self._trie.evict(lacking, lambda page: self._allocator.holders(page) == 1))
-        return self._allocator.free >= count
+    def free(self, count: int, shard: int = 0) -> bool:
+        """Whether so many pages of a shard are free, need be for giving up blocks that no request holds."""
+        pages = self._allocator
+        if (lacking := count - pages.free_in(shard)) > 0:
+            pages.release(self._trie.evict(lacking, lambda page: pages.holders(page) == 1 and pages.shard(page) == shard))
+        return pages.free_in(shard) >= count
 
     def counts(self) -> dict[str, int]:
         """Of the store, blocks that were damaged and blocks that were not written."""

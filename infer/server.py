@@ -63,7 +63,7 @@ class Service:
 
     def __init__(self, engine: Engine, name: str, limits: Limits | None = None, key: str = ""):
         self.engine, self.limits, self._key = engine, limits or Limits(), key
-        self.api = Api(engine.model, name, min(engine.longest, engine.allocator.pages * engine.page))
+        self.api = Api(engine.model, name, min(engine.longest, engine.allocator.most * engine.page))
         self.ready = False
         self.failed: str | None = None
         self._stop = threading.Event()

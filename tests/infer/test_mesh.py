@@ -1,22 +1,28 @@
 """Decoding on a mesh: the ids of one device, and the same bits in every copy."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from bench.soak import Told
 from dsv41 import sharding
 from dsv41.cache import init_cache
 from dsv41.errors import UserError
 from dsv41.model import extend
-from dsv41.numerics import PACKED, Policy
+from dsv41.numerics import PACKED
 from dsv41.params import text_specs
+from infer.engine import Engine, Request
 from infer.generate import Generator
 from infer.model import Model, check_decoding_mesh, place_params
 from infer.prefix import PrefixCache
 from infer.sampling import Sampling
 from infer.steps import CHUNKS
+from infer.store import BlockStore
+from infer.windows import WindowPool
 from tests.models import tiny_model
 
 MESH = "data=2,expert=2,model=2"
@@ -43,21 +49,86 @@ def spread(model):
     return Model(place_params(model.params, model.config, mesh), model.config, model.tokenizer, model.token_map, 0, mesh=mesh)
 
 
-def test_ids_on_a_mesh_are_those_of_one_device(model, spread):
-    """Five prompts of different lengths, ended at different steps, on four parts of eight rows."""
+@pytest.fixture(scope="module")
+def asked(model):
+    """Five prompts of different lengths, ended at different steps, and what one device says to them."""
     prompts = [model.encode("def f(" + "a, " * n) for n in range(5)]
     assert max(map(len, prompts)) <= CHUNKS[0]
     samplings = [Sampling(max_new_tokens=6 + 5 * n, temperature=0.0 if n < 4 else 0.7, seed=3) for n in range(5)]
-    wanted, _ = Generator(model, PACKED).generate(prompts, samplings)
-    found, _ = Generator(spread, PACKED).generate(prompts, samplings)
-    assert [one.ids for one in found] == [one.ids for one in wanted]
-    for a, b in zip(found, wanted, strict=True):
-        # fp32 sums in another order, three layers deep.
-        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+    return prompts, samplings, Generator(model, PACKED).generate(prompts, samplings)[0]
+
+
+def same(found, wanted, last=None):
+    """Ids and log-probabilities, the last ones where some are in the prompt: fp32 sums in another order, three layers deep."""
+    at = slice(last and -last, None)
+    assert list(found.ids) == wanted.ids[at] and found.text == wanted.text[len(wanted.text) - len(found.text) :]
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs[at], rtol=0, atol=1e-4)
+
+
+def behind(asked, last):
+    """The same requests for their last tokens alone."""
+    prompts, samplings, wanted = asked
+    ids = [[*prompt, *one.ids[:-last]] for prompt, one in zip(prompts, wanted, strict=True)]
+    return ids, [replace(sampling, max_new_tokens=last) for sampling in samplings]
+
+
+def test_ids_on_a_mesh_are_those_of_one_device(asked, spread, tmp_path):
+    """On four parts of eight rows; and behind what the first ones left in a file."""
+    prompts, samplings, wanted = asked
+    prefix = PrefixCache(spread, PACKED, "full", 8, BlockStore(tmp_path / "a.db"))
+    generator = Generator(spread, PACKED, prefix=prefix)
+    found, _ = generator.generate(prompts, samplings)
+    prefix.flush()
+    again, _ = generator.generate(*behind(asked, 3))
+    prefix.close()
+    assert sum(one.cached_tokens > 0 for one in again) > 2
+    for a, b, c in zip(found, again, wanted, strict=True):
+        same(a, c)
+        same(b, c, 3)
     held = [a for a in jax.tree.leaves(spread.params) if not a.sharding.is_fully_replicated]
     assert len(held) > 10
     table = spread.params.layers[1].engram.embed
     assert table.shape[0] % 8 == 0 and table.addressable_shards[0].data.shape[0] == table.shape[0] // 4
+
+
+def test_an_engine_on_a_mesh_says_what_one_device_says(asked, spread):
+    """Ten requests in eight slots, two to each part with six pages of 8 tokens, of which one request may want all.
+
+    Then requests that begin with what those left: pages of their own part, snapshots of any.
+    """
+    prompts, samplings, wanted = asked
+    prefix = PrefixCache(spread, PACKED, "full", 8, windows=WindowPool())
+    engine = Engine(spread, PACKED, slots=8, longest=48, page=8, pages=24, chunks=(16,), block=5, prefix=prefix)
+    engine.device.widths = [6]  # one width of table, or twice as much is compiled
+    told = [Told() for _ in range(10)]
+    for n, one in enumerate(told):
+        engine.submit(Request(prompts[n % 5], samplings[n % 5]), one.hear)
+    fills, fill = [], engine.device.fill
+    engine.device.fill = lambda chunks: (fills.append(len(chunks)), fill(chunks))[1]
+    engine.step()
+    # A prompt of each part is filled at once, and its pages are the part's own.
+    assert fills[0] == 4 and all(engine.device.shard(job.slot) == page // 7 for job in engine._running() for page in job.pages)
+    while engine.step():
+        pass
+    for n, one in enumerate(told):
+        same(one, wanted[n % 5])
+        assert one.last.finish == wanted[n % 5].finish
+    programs = engine.device.compiled()
+    told = [Told() for _ in range(5)]
+    for ids, sampling, one in zip(*behind(asked, 3), told, strict=True):
+        engine.submit(Request(ids, sampling), one.hear)
+    while engine.step():
+        pass
+    for one, other in zip(told, wanted, strict=True):
+        same(one, other, 3)
+    assert sum(one.last.usage.cached_tokens > 0 for one in told) > 1
+    # One more for those that begin behind something, none for a cache that lies otherwise.
+    assert engine.device.compiled() == programs + 1
+    assert engine.metrics().preempted > 0 and engine.metrics().free_pages < 24
+    engine._reuse.forget()
+    assert engine.allocator.free == 24
+    pool = engine.device.cache.sources[0].main_kv
+    assert pool.shape[0] == 28 and {s.data.shape[0] for s in pool.addressable_shards} == {7}
 
 
 def test_every_copy_selects_and_keeps_the_same_bits(model, spread):
@@ -83,7 +154,11 @@ def test_every_copy_selects_and_keeps_the_same_bits(model, spread):
 
 
 def test_what_a_mesh_cannot_decode_is_refused(model, spread):
-    with pytest.raises(UserError, match="prefix_cache: found one on a mesh"):
-        Generator(spread, prefix=PrefixCache(model, Policy(), "full"))
     with pytest.raises(UserError, match="mesh: found 'context=2', allowed behind a cache is 'context=1'"):
         check_decoding_mesh(sharding.parse_mesh("context=2"), model.config)
+    for sizes, says in (
+        ({"slots": 6}, "slots: found 6, allowed on this mesh is a multiple of 4; nearest is 8"),
+        ({"slots": 8, "pages": 3}, "pages: found 3, allowed on this mesh is a multiple of 4; nearest is 4"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Engine(spread, **sizes)

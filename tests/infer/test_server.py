@@ -73,7 +73,7 @@ class Scripted(Engine):
 
     def __init__(self, model, *_, **__):
         self.model, self.longest, self.page = model, 2048, 64
-        self.allocator = type("Pages", (), {"pages": 32})()
+        self.allocator = type("Pages", (), {"most": 32})()
         self.jobs, self.aborted, self.asked = {}, [], []
         self.go, self.warm = threading.Event(), threading.Event()
         self.go.set()
@@ -640,7 +640,7 @@ def test_command(capsys, monkeypatch, tmp_path, model):
     with listen("127.0.0.1", 0) as taken:
         assert "Address already in use" in fails("--port", str(taken.getsockname()[1]))
     assert "--port: cannot listen on nowhere.invalid" in fails("--host", "nowhere.invalid")
-    monkeypatch.setattr("infer.model.load_model", lambda run: model)
+    monkeypatch.setattr("infer.model.load_model", lambda run, mesh: model)
     monkeypatch.setattr("infer.engine.Engine", Scripted)
     monkeypatch.setenv("DSV41_API_KEY", "k")
     file = tmp_path / "a.db"
