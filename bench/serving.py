@@ -22,6 +22,8 @@ from bench import program
 from bench.compile_time import forty_layers
 from dsv41.analyze import counted
 from dsv41.analyze.contexts import parse_contexts, spell
+from dsv41.analyze.costs import prefill_flops
+from dsv41.analyze.own import own_model
 from dsv41.cache import Cache, stored
 from dsv41.config import PRESETS, ModelConfig, preset
 from dsv41.errors import UserError
@@ -34,6 +36,7 @@ from infer.engine import Engine, Event, Request
 from infer.model import Model, load_model
 from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Steps
+from kernels_pallas import registry
 
 FORTY = "forty"  # the release's schedule at the toy's widths
 PAGE, CHUNK, REPEATS = 128, 512, 5
@@ -152,30 +155,55 @@ def _whole_prompt(device: Device, prompt: list[int]) -> None:
 
 
 def prompt_products(model: Model, context: int, replay: DecoderReplay) -> int:
-    """Multiply-adds of all matrix products of a prompt's chunks, counted in the traced steps."""
+    """Multiply-adds of all matrix products of a prompt's chunks, counted in the traced steps with every op on its reference."""
     steps, width = Steps(model, policy(), replay), min(CHUNK, context)
     params, state, ids, live, _ = counted.step_arguments(model.config, width, context)
     args = params, state, ids, live, jax.ShapeDtypeStruct((1,), jnp.int32)
     each = cache(lambda early: counted.counted_total(partial(steps.fill, early=early), *args))
-    return sum(each(steps.early(at + width, context)) for at in range(0, context, width))
+    with registry.automatic("reference"):
+        return sum(each(steps.early(at + width, context)) for at in range(0, context, width))
 
 
-def prefill(model: Model, contexts: Sequence[int], replay: DecoderReplay) -> list[Row]:
-    """Seconds of each prompt's prefill into an empty slot, with all rows in the decoder and with ``replay``, in the same run."""
+def prefill(model: Model, contexts: Sequence[int], replay: DecoderReplay, repeats: int = 3) -> list[Row]:
+    """Seconds of each prompt's prefill into an empty slot, with all rows in the decoder and with ``replay``, in turns.
+
+    Of the FLOPs, ``flops_of_full`` is what products of the reference's static shapes have, ``needed_of_full`` the formula's.
+    """
     found: list[Row] = []
     for context in contexts:
         prompt = np.random.default_rng(0).integers(3, model.config.vocab_size, context).tolist()
-        full, products = 0.0, prompt_products(model, context, "full")
-        for kind in dict.fromkeys(("full", replay)):
-            device = _device(model, context, 1, kind, min(CHUNK, context))
-            spent = _median(partial(_whole_prompt, device, prompt), 3)
-            full = full or spent
-            ratio, flops = spent / full, prompt_products(model, context, kind) / products
-            more = {"of_full": ratio, "flops_of_full": flops}
-            found.append(Row(f"prefill {kind}", context, 1, spent, context / spent, more))
-            said = f"{spent:10.3f} s  {ratio:.3f} of full, of its products' FLOPs {flops:.3f}"
+        kinds = tuple(dict.fromkeys(("full", replay)))
+        devices = {kind: _device(model, context, 1, kind, min(CHUNK, context)) for kind in kinds}
+        spent = _in_turns({kind: partial(_whole_prompt, device, prompt) for kind, device in devices.items()}, repeats)
+        products = {kind: prompt_products(model, context, kind) for kind in kinds}
+        for kind, (wall, cpu) in spent.items():
+            more = {"of_full": wall / spent["full"][0], "flops_of_full": products[kind] / products["full"]}
+            if kind != "halo":
+                more["needed_of_full"] = _needed(model, context, kind == "full") / _needed(model, context, True)
+            if jax.default_backend() == "cpu":
+                more |= {"cpu_seconds": cpu, "cpu_of_full": cpu / spent["full"][1]}
+            found.append(Row(f"prefill {kind}", context, 1, wall, context / wall, more))
+            said = f"{wall:10.3f} s  {more['of_full']:.3f} of full, of its products' FLOPs {more['flops_of_full']:.3f}"
             print(f"prefill {spell(context):>6} tokens  {kind:8} {said}", flush=True)
     return found
+
+
+def _needed(model: Model, context: int, every_layer: bool) -> float:
+    return sum(prefill_flops(own_model(model.config, "", ""), context, every_layer).values())
+
+
+def _in_turns(runs: dict[DecoderReplay, Callable[[], Any]], repeats: int) -> dict[DecoderReplay, tuple[float, float]]:
+    """Median seconds of each call by the wall and of the CPU, one after the other so that all meet the same machine; a first
+    one of each, which compiles, is left out."""
+    for run in runs.values():
+        run()
+    seconds: dict[DecoderReplay, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            began = time.perf_counter(), time.process_time()
+            run()
+            seconds[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    return {name: (median(w for w, _ in each), median(c for _, c in each)) for name, each in seconds.items()}
 
 
 def serve(

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from bench.flatness import Found
 from dsv41.errors import UserError
 from tests.models import tiny_model
 
+ROOT = Path(__file__).parents[1]
 TWO_SOURCES = {
     "num_hidden_layers": 2,
     "compress_ratios": (2, 1),
@@ -74,3 +76,21 @@ def test_a_step_is_what_long_blocks_have_beyond_short_ones(monkeypatch):
 def test_bad_input_is_one_line(changes, message):
     with pytest.raises(UserError, match=message):
         flatness.main(flatness.Options(**changes))
+
+
+@pytest.mark.parametrize(
+    ("title", "key"),
+    [
+        ("kernels, 1 request", ("auto", 1, "own")),
+        ("kernels, 1 request, the program of 1M", ("auto", 1, "widest")),
+        ("kernels, 8 requests", ("auto", 8, "own")),
+        ("kernels, 8 requests, the program of 1M", ("auto", 8, "widest")),
+        ("XLA, 1 request", ("reference", 1, "own")),
+        ("XLA, 8 requests", ("reference", 8, "own")),
+    ],
+)
+def test_the_page_says_what_was_measured(title, key):
+    told = json.loads((ROOT / "bench/results/flatness_h200.json").read_text())
+    us = [one["kernel_us"] for one in told["results"] if (one["impl"], one["batch"], one["table"]) == key]
+    cells = [*(f"{value:,.0f}" for value in us), f"{us[-1] / us[0]:.2f}"]
+    assert f"| {title} | {' | '.join(cells)} |" in (ROOT / "docs/serving.md").read_text()
