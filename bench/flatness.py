@@ -8,6 +8,7 @@ Run: python -m bench.flatness [--preset slice] [--contexts 4k,1m] [--out FILE.js
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -210,6 +211,7 @@ def main(options: Options) -> None:
     check_outputs({"out": options.out})
     model = open_model(options.preset, contexts[-1])
     facts = {"device": program.device(), "preset": options.preset, "layers": model.config.num_hidden_layers}
+    facts["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     found: list[Found] = []
     for impl in options.impls:
         for batch in options.batches:

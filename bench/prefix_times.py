@@ -24,9 +24,10 @@ from dsv41.errors import UserError
 from dsv41.files import check_outputs, write_text
 from dsv41.numerics import PACKED
 from infer.device import Chunk
-from infer.engine import PAGE, Engine, Event, Request
+from infer.engine import PAGE, Engine
 from infer.payload import BlockFormat
 from infer.prefix import PrefixCache
+from infer.requests import Event, Request
 from infer.sampling import Sampling
 from infer.store import BlockStore
 from infer.windows import WindowPool

@@ -10,10 +10,7 @@ of them, waiting included, and nothing is said of what is uncovered.
 
 import json
 import re
-import statistics
-import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,12 +18,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.profiler import ProfileData
 
 from bench import program
-from bench.train_cost import named_one_by_one, plain_trace, random_batch
+from bench.train_cost import TRACED, Operation, named_one_by_one, operations, random_batch, timed_steps
 from dsv41.collectives import summed_collectives
 from dsv41.config import ModelConfig, preset
 from dsv41.errors import UserError, nearest
@@ -40,7 +35,6 @@ from train.packing import check_length
 from train.recipes import DTYPES
 from train.step import StepOptions, make_train_step
 
-_TRACED = 3
 _KINDS = ("ragged-all-to-all", "all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 _COLLECTIVE = re.compile("|".join(_KINDS))
 Span = tuple[float, float]
@@ -86,35 +80,13 @@ def uncovered(spans: Iterable[Span], cover: Iterable[Span]) -> float:
     return length([*spans, *cover]) - length(cover)
 
 
-def leaves(events: Iterable[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+def leaves(events: Iterable[Operation]) -> list[Operation]:
     """Of one line's events (start, stop, name), those within which no other begins: not the loops around them."""
     ordered = sorted(events, key=lambda event: (event[0], -event[1]))
     return [one for one, after in zip_longest(ordered, ordered[1:]) if after is None or after[0] >= one[1]]
 
 
-def _lines(folder: Path) -> tuple[list[list[list[tuple[float, float, str]]]], bool]:
-    """A trace's operations by plane and line, in seconds; and whether a plane is a device."""
-    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    planes = list(ProfileData.from_file(str(file)).planes)
-    devices = [plane for plane in planes if plane.name.startswith("/device:")]
-    with warnings.catch_warnings():
-        # The types of a trace have no __module__, of which Python warns.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = [
-            [
-                [
-                    (event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9, op)
-                    for event in line.events
-                    if (op := dict(event.stats).get("hlo_op"))
-                ]
-                for line in plane.lines
-            ]
-            for plane in devices or planes
-        ]
-    return found, bool(devices)
-
-
-def collective_seconds(planes: list[list[list[tuple[float, float, str]]]], devices: bool) -> dict[str, Any]:
+def collective_seconds(planes: list[list[list[Operation]]], devices: bool) -> dict[str, Any]:
     """Of one step and one device: seconds of each kind of collective, of all, and of what is uncovered (None on a CPU)."""
     kinds: dict[str, float] = defaultdict(float)
     whole = bare = 0.0
@@ -126,7 +98,7 @@ def collective_seconds(planes: list[list[list[tuple[float, float, str]]]], devic
         sent = [(a, b) for a, b, name in named if name]
         whole += uncovered(sent, [])
         bare += uncovered(sent, [(a, b) for a, b, name in named if not name])
-    count = _TRACED * (len([lines for lines in planes if any(lines)]) or 1)
+    count = TRACED * (len([lines for lines in planes if any(lines)]) or 1)
     return {
         "by_kind": {kind: seconds / count for kind, seconds in sorted(kinds.items()) if seconds},
         "seconds": whole / count,
@@ -149,18 +121,8 @@ def measure(options: Options, mesh: str | None) -> dict[str, Any]:
     traced = step.trace(state, batch, rate)
     compiled = traced.lower().compile(named_one_by_one())
     compiling = time.perf_counter() - began
-    state, metrics = jax.block_until_ready(compiled(state, batch, rate))
-    times = []
-    for _ in range(options.repeats):
-        began = time.perf_counter()
-        state, metrics = jax.block_until_ready(compiled(state, batch, rate))
-        times.append(time.perf_counter() - began)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=plain_trace()):
-            for _ in range(_TRACED):
-                state, metrics = jax.block_until_ready(compiled(state, batch, rate))
-        spent = collective_seconds(*_lines(Path(folder)))
-    seconds = statistics.median(times)
+    read = lambda folder: collective_seconds(*operations(folder))  # noqa: E731
+    seconds, metrics, spent = timed_steps(compiled, state, batch, rate, options.repeats, read)
     return {
         "mesh": mesh or "one device",
         "devices": int(np.prod([*sizes.values()])),

@@ -32,8 +32,9 @@ from dsv41.numerics import PACKED, Policy
 from dsv41.params import init_params
 from dsv41.quant import INDEX_KEY, MAIN_KV, WINDOW_KV
 from infer.device import ENDS, Chunk, Device
-from infer.engine import Engine, Event, Request
+from infer.engine import Engine
 from infer.model import Model, load_model
+from infer.requests import Event, Request
 from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Steps
 from kernels_pallas import registry

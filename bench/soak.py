@@ -32,9 +32,10 @@ from dsv41.model import forward
 from dsv41.numerics import PACKED, Policy
 from dsv41.params import init_params
 from dsv41.tokenmap import token_map
-from infer.engine import Engine, Event, Request
+from infer.engine import Engine
 from infer.model import Model
 from infer.prefix import PrefixCache
+from infer.requests import Event, Request
 from infer.reuse import Reuse
 from infer.sampling import Sampling, sample, sampling_rows
 from infer.store import BlockStore

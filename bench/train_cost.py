@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from train.step import StepOptions, init_state, make_train_step
 SCOPES = ("engram", "mhc", "indexer", "attention", "moe", "head", "optimizer")
 PASSES = ("forward", "again", "backward")
 REMATS = ("none", "attention", "block")
-_TRACED = 3
+TRACED = 3
+Operation = tuple[float, float, str]  # start and stop in seconds since the first, name in the compiled program
 _NAMED = re.compile(r"%?([\w.-]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
 
 
@@ -83,31 +85,44 @@ def names(compiled: Any) -> dict[str, str]:
     return dict(_NAMED.findall(compiled.as_text()))
 
 
-def seconds_by_place(folder: Path, named: dict[str, str]) -> Counter[tuple[str, str]]:
-    """Of a trace's operations: of devices where there are any, else of this host's threads; nested ones count once."""
-    found: Counter[tuple[str, str]] = Counter()
+def operations(folder: Path) -> tuple[list[list[list[Operation]]], bool]:
+    """A trace's operations by plane and line, of devices where there are any, else of this host's threads; and which it is."""
     file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = list(ProfileData.from_file(str(file)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
-    for plane in devices or planes:
-        for line in plane.lines:
-            with warnings.catch_warnings():
-                # The types of a trace have no __module__, of which Python warns.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                events = [(e.start_ns, e.duration_ns, dict(e.stats).get("hlo_op")) for e in line.events]
-            # Of a loop and what runs in it, the latter; the loop keeps what is left.
-            open_: list[list[Any]] = []
-            for start, duration, op in sorted((e for e in events if e[2] in named), key=lambda e: (e[0], -e[1])):
-                while open_ and open_[-1][1] <= start:
-                    open_.pop()
-                if open_:
-                    found[place(named[open_[-1][0]])] -= duration
-                found[place(named[op])] += duration
-                open_.append([op, start + duration])
-    return Counter({at: ns / 1e9 for at, ns in found.items()})
+    with warnings.catch_warnings():
+        # The types of a trace have no __module__, of which Python warns.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = [
+            [
+                [(e.start_ns, e.start_ns + e.duration_ns, op) for e in line.events if (op := dict(e.stats).get("hlo_op"))]
+                for line in plane.lines
+            ]
+            for plane in devices or planes
+        ]
+    began = min((start for plane in found for line in plane for start, _, _ in line), default=0)
+    seconds = lambda line: [((start - began) / 1e9, (stop - began) / 1e9, op) for start, stop, op in line]  # noqa: E731
+    return [[seconds(line) for line in plane] for plane in found], bool(devices)
 
 
-def plain_trace() -> jax.profiler.ProfileOptions:
+def seconds_by_place(folder: Path, named: dict[str, str]) -> Counter[tuple[str, str]]:
+    """Of a trace's operations; nested ones count once."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in (line for plane in operations(folder)[0] for line in plane):
+        # Of a loop and what runs in it, the latter; the loop keeps what is left.
+        open_: list[Operation] = []
+        for one in sorted((one for one in line if one[2] in named), key=lambda one: (one[0], -one[1])):
+            start, stop, op = one
+            while open_ and open_[-1][1] <= start:
+                open_.pop()
+            if open_:
+                found[place(named[open_[-1][2]])] -= stop - start
+            found[place(named[op])] += stop - start
+            open_.append(one)
+    return found
+
+
+def _plain_trace() -> jax.profiler.ProfileOptions:
     """Without the calls of Python functions, which are far more than the operations."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -141,23 +156,33 @@ def build(options: Options, remat: str) -> tuple[Any, float]:
     return compiled, time.perf_counter() - began
 
 
+def timed_steps(
+    compiled: Any, state: Any, batch: Any, rate: Any, repeats: int, read: Callable[[Path], Any]
+) -> tuple[float, dict[str, Any], Any]:
+    """Median seconds of a step, the last one's metrics, and what ``read`` finds in the folder of a trace of `TRACED` more.
+
+    A first step is left out; state: donated.
+    """
+    state, metrics = jax.block_until_ready(compiled(state, batch, rate))
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled(state, batch, rate))
+        times.append(time.perf_counter() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=_plain_trace()):
+            for _ in range(TRACED):
+                state, metrics = jax.block_until_ready(compiled(state, batch, rate))
+        return statistics.median(times), metrics, read(Path(folder))
+
+
 def measure(options: Options, remat: str, compiled: Any, compiling: float) -> dict[str, Any]:
     """The row of one policy: seconds a step, tokens a second, bytes, and seconds by scope and pass."""
     config = configuration(options.preset)
     batch, rate = _batch(config, options), jnp.float32(1e-3)
     memory = compiled.memory_analysis()
-    state, metrics = jax.block_until_ready(compiled(init_state(config, 0), batch, rate))
-    times = []
-    for _ in range(options.repeats):
-        began = time.perf_counter()
-        state, metrics = jax.block_until_ready(compiled(state, batch, rate))
-        times.append(time.perf_counter() - began)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=plain_trace()):
-            for _ in range(_TRACED):
-                state, metrics = jax.block_until_ready(compiled(state, batch, rate))
-        spent = seconds_by_place(Path(folder), names(compiled))
-    seconds = statistics.median(times)
+    read = lambda folder: seconds_by_place(folder, names(compiled))  # noqa: E731
+    seconds, metrics, spent = timed_steps(compiled, init_state(config, 0), batch, rate, options.repeats, read)
     row = {
         "preset": options.preset,
         "remat": remat,
@@ -173,9 +198,9 @@ def measure(options: Options, remat: str, compiled: Any, compiling: float) -> di
         "state_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "loss": float(metrics["loss"]),
-        "traced_seconds": sum(spent.values()) / _TRACED,
+        "traced_seconds": sum(spent.values()) / TRACED,
         "again_share": sum(s for (_, name), s in spent.items() if name == "again") / max(sum(spent.values()), 1e-12),
-        "scopes": {f"{scope}.{name}": s / _TRACED for (scope, name), s in sorted(spent.items())},
+        "scopes": {f"{scope}.{name}": s / TRACED for (scope, name), s in sorted(spent.items())},
     }
     if peak := peak_flops():
         row["mfu"] = row["tokens_per_second"] * row["flops_per_token"] / peak

@@ -12,8 +12,8 @@ from typing import Any
 from dsv41.errors import UserError, nearest
 from infer.chat import ChatTokens, Delta, ReplyParser, render
 from infer.detokenize import spelling
-from infer.engine import MOST_LIKELIEST, Event, Request
 from infer.model import Model
+from infer.requests import MOST_LIKELIEST, Event, Request
 from infer.sampling import Sampling
 
 MOST_CHOICES = 128  # of one request: prompts times n

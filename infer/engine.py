@@ -1,4 +1,4 @@
-"""Many requests at once over one pool of pages: what is asked, what is told, and the engine between (serving §8).
+"""Many requests at once over one pool of pages (serving §8).
 
 A request waits, gets a slot and pages for its prompt, is filled chunk by chunk and decoded with the others, and takes more pages
 as it grows. When there are none, the last in rank gives its own up and waits again: its prompt is filled once more in the
@@ -9,9 +9,9 @@ import bisect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from infer.continuation import Continuation, check_prompt
 from infer.device import ENDS, Chunk, Device
 from infer.model import Model
 from infer.prefix import PrefixCache
+from infer.requests import MOST_LIKELIEST, Event, Finish, Metrics, OnEvent, Request, Usage
 from infer.reuse import Reuse, Start
 from infer.sampling import Sampling
 from infer.steps import BLOCK, CHUNKS, DecoderReplay, Drawn
@@ -29,77 +30,6 @@ from infer.steps import BLOCK, CHUNKS, DecoderReplay, Drawn
 PAGE = 128  # tokens
 _LOOK = 0.01  # seconds between two looks at them where there is nothing else to do
 PATIENCE = 1.0  # seconds for which a prompt waits for its blocks to be read
-MOST_LIKELIEST = 20  # alternatives of each token that a request may ask for
-Finish = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt of token ids (BOS included) and how to continue it.
-
-    logprobs: how many of the likeliest tokens to tell with each new one, 0 to `MOST_LIKELIEST`. The log-probability of the new
-    one itself is always told. priority: lower goes first; of equals the one that came first.
-    """
-
-    ids: Sequence[int]
-    sampling: Sampling = field(default_factory=Sampling)
-    logprobs: int = 0
-    priority: int = 0
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request: of its prompt, of those the ones found in a cache, and new ones."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-
-
-@dataclass(frozen=True)
-class Event:
-    """What became final of a request since the event before; the last one has ``finish`` and ``usage``.
-
-    text may lag behind ids, where a character is incomplete or a stop string may have begun; of the last event on, all texts
-    joined are the continuation. logprobs: of each id, before any temperature. likeliest: for each id, as many pairs (id,
-    log-probability) as were asked for, the likeliest first. error: one line, where ``finish`` is "error".
-    """
-
-    id: int
-    text: str = ""
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
-    finish: Finish | None = None
-    usage: Usage | None = None
-    error: str | None = None
-
-
-OnEvent = Callable[[Event], None]
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Counts since the start, and what is there now; seconds by the engine's clock.
-
-    time_to_first_token: how many requests have had one, and the sum of their seconds since they came. time_per_token: how many
-    tokens came after the first ones of requests that ended, and the sum of their seconds. corrupt_blocks, dropped_blocks: of
-    the prefix cache's file, damaged ones that were found and new ones that were not written.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    finished: dict[Finish, int]
-    preempted: int
-    waiting: int
-    running: int
-    pages: int
-    free_pages: int
-    time_to_first_token: tuple[int, float]
-    time_per_token: tuple[int, float]
-    corrupt_blocks: int = 0
-    dropped_blocks: int = 0
 
 
 @dataclass(eq=False)

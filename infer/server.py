@@ -31,7 +31,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv41.errors import UserError
 from infer.api import Answer, Api, Asked, Refused, error_form
-from infer.engine import Engine, Event
+from infer.engine import Engine
+from infer.requests import Event
 
 _log = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.5  # between two looks of the engine's thread at whether to stop

@@ -6,7 +6,8 @@ import time
 
 import httpx
 
-from infer.engine import Engine, Event, Metrics, Usage
+from infer.engine import Engine
+from infer.requests import Event, Metrics, Usage
 from infer.server import listen, server
 
 HI = [{"role": "user", "content": "hi"}]

@@ -15,8 +15,9 @@ from dsv41.errors import UserError
 from dsv41.hashing import table_primes
 from dsv41.numerics import PACKED
 from infer.allocator import PageAllocator
-from infer.engine import Engine, Request
+from infer.engine import Engine
 from infer.generate import Generator
+from infer.requests import Request
 from infer.sampling import Sampling
 from tests.models import tiny_model
 

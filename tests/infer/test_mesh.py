@@ -20,10 +20,11 @@ from dsv41.hf.stored import StoredWeight
 from dsv41.model import extend
 from dsv41.numerics import PACKED
 from dsv41.params import text_specs
-from infer.engine import Engine, Request
+from infer.engine import Engine
 from infer.generate import Generator
 from infer.model import Model, check_decoding_mesh, load_model, place_params
 from infer.prefix import PrefixCache
+from infer.requests import Request
 from infer.sampling import Sampling
 from infer.steps import CHUNKS
 from infer.store import BlockStore

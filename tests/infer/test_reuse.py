@@ -17,9 +17,10 @@ import pytest
 from bench.kill_store import kill_rounds
 from bench.soak import Told, soak
 from dsv41.errors import UserError
-from infer.engine import Engine, Request
+from infer.engine import Engine
 from infer.handoff import Prefiller
 from infer.prefix import PrefixCache
+from infer.requests import Request
 from infer.reuse import Reuse
 from infer.sampling import Sampling
 from infer.store import BlockStore

@@ -11,8 +11,9 @@ import pytest
 from dsv41.numerics import Policy
 from infer.allocator import PageAllocator
 from infer.chat import ChatTokens, render
-from infer.engine import Engine, Request
+from infer.engine import Engine
 from infer.prefix import PrefixCache
+from infer.requests import Request
 from infer.reuse import Reuse
 from infer.sampling import Sampling
 from infer.server import Limits, Service
