@@ -1,6 +1,6 @@
 """A decode step with its Engram tables in device memory and in pinned host memory: whether the way over the bus is hidden.
 
-Wall time of a step among many that follow each other, and device time of the kernels that fetch rows.
+Median wall time of a step among many that follow each other, the two by turns, and device time of the kernels that fetch rows.
 Run: python -m bench.host_tables [FILE.json]    (on a GPU)
 """
 
@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from dsv41.params import init_params
 from kernels_pallas.engram_gather.cases import Case, arguments
 
 BATCHES = (1, 32, 128)
-STEPS, REPEATS = 30, 5
+STEPS, REPEATS = 30, 15
 _CAPACITY = 2048
 _POLICY = Policy(jnp.bfloat16, quantize_main_kv=True, quantize_index=True, quantize_window=True)
 
@@ -50,8 +51,9 @@ def with_table(params: Any, table: StoredWeight) -> Any:
     return params.replace(layers=tuple(layers))
 
 
-def measured(params: Any, config: Any, batch: int) -> tuple[float, float, jax.Array]:
-    """Microseconds of a step, of its kernels that fetch rows, and the last step's logits."""
+def measured(runs: dict[str, Any], config: ModelConfig, batch: int) -> dict[str, tuple[list[float], float, jax.Array]]:
+    """By the name of each run's weights: microseconds of a step in each repeat, those of its kernels that fetch rows, and the
+    last step's logits. The runs take turns, so that what else the host does slows all alike."""
     fold = jnp.arange(config.vocab_size, dtype=jnp.int32)
     step = jax.jit(
         lambda params, cache, ids: extend(params, config, _POLICY, cache, ids, jnp.ones(ids.shape, bool), fold),
@@ -59,17 +61,20 @@ def measured(params: Any, config: Any, batch: int) -> tuple[float, float, jax.Ar
     )
     ids = jax.random.randint(jax.random.key(1), (STEPS, batch, 1), 3, config.vocab_size)
     # Committed to the device as the cache that a step gives back is, or the second step would be compiled anew.
-    logits, cache = step(params, jax.device_put(init_cache(config, _POLICY, batch, _CAPACITY), jax.devices()[0]), ids[0])
-    best = float("inf")
-    for _ in range(REPEATS):
-        jax.block_until_ready(cache)
+    empty = lambda: jax.device_put(init_cache(config, _POLICY, batch, _CAPACITY), jax.devices()[0])  # noqa: E731
+    states = {name: step(params, empty(), ids[0]) for name, params in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name in [*runs] * REPEATS:
+        logits, cache = jax.block_until_ready(states[name])
         start = time.perf_counter()
         for at in range(STEPS):
-            logits, cache = step(params, cache, ids[at])
-        jax.block_until_ready(logits)
-        best = min(best, (time.perf_counter() - start) / STEPS)
-    _, found = profiled(step, (params, cache, ids[0]))
-    return 1e6 * best, sum(us for name, us in found if "engram_gather" in name), logits
+            logits, cache = step(runs[name], cache, ids[at])
+        states[name] = jax.block_until_ready((logits, cache))
+        times[name].append(1e6 * (time.perf_counter() - start) / STEPS)
+    fetch = {name: profiled(step, (runs[name], states[name][1], ids[0]))[1] for name in runs}
+    return {
+        name: (times[name], sum(us for kernel, us in fetch[name] if "engram_gather" in kernel), states[name][0]) for name in runs
+    }
 
 
 def main(out: Path | None) -> None:
@@ -84,13 +89,15 @@ def main(out: Path | None) -> None:
     tables = {"device": table, "pinned host": jax.device_put(table, jax.memory.Space.Host)}
     results = []
     for batch in BATCHES:
-        runs = {name: measured(with_table(params, table), config, batch) for name, table in tables.items()}
-        want, got = (run[2] for run in runs.values())
+        runs = measured({name: with_table(params, table) for name, table in tables.items()}, config, batch)
+        (near, _, want), (far, _, got) = runs.values()
         error = float(jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want)))
-        for name, (us, fetch, _) in runs.items():
-            results.append({"batch": batch, "tables": name, "us": round(us, 1), "fetch_us": round(fetch, 1), "error": error})
-            print(f"{batch} requests, tables in {name} memory: {us:.1f} us a step, {fetch:.1f} us of fetching", flush=True)
-        print(f"logits differ by {error:.1e} of the largest", flush=True)
+        for name, (times, fetch, _) in runs.items():
+            spread = {"us": median(times), "low": min(times), "high": max(times), "fetch_us": fetch}
+            results.append({"batch": batch, "tables": name, **{key: round(us, 1) for key, us in spread.items()}, "error": error})
+            print(f"{batch} requests, tables in {name} memory: {spread['us']:.1f} us a step, {fetch:.1f} of fetching", flush=True)
+        more = median(b - a for a, b in zip(near, far, strict=True))
+        print(f"{more:+.1f} us a step by the host's tables; logits differ by {error:.1e} of the largest", flush=True)
         if out is not None:
             device = program.device()
             write_text(out, json.dumps({"device": device, "results": results}, indent=1) + "\n")

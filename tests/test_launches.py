@@ -5,6 +5,7 @@ import pytest
 from bench import launches
 from dsv41.errors import UserError
 from dsv41.plan import layer_plans
+from tests.kernels import WITHOUT_GPU
 
 
 def test_two_models_differ_by_one_reuse_layer():
@@ -24,6 +25,7 @@ def test_a_loops_second_step_is_what_two_steps_have_beyond_one():
     assert sorted(launches.of_one_step(one, two)) == [("gemm", 3.0), ("gemm", 3.0), ("sort", 1.5)]
 
 
+@WITHOUT_GPU
 def test_without_a_gpu_is_one_line():
     with pytest.raises(UserError, match="backend: found cpu, allowed is gpu"):
         launches.main(None)

@@ -9,6 +9,7 @@ from bench import kernels
 from dsv41 import cli
 from dsv41.errors import UserError
 from kernels_pallas import registry
+from tests.kernels import WITHOUT_GPU
 
 
 def test_explain_says_what_runs_where_and_why(capsys):
@@ -52,7 +53,7 @@ def test_every_case_can_be_explained_and_no_field_takes_what_is_not_of_its_kind(
         (["explain", "sparse_attention", "width=48"], "found width=48, which even the reference cannot run: "),
         (["explain", "sparse_attention", "topk=0", "window=0"], "found topk=0 window=0, which even the reference cannot run: "),
         (["kernels", "sparse"], "op: found 'sparse', allowed are"),
-        (["kernels"], "backend: found cpu, allowed is gpu"),
+        pytest.param(["kernels"], "backend: found cpu, allowed is gpu", marks=WITHOUT_GPU),
     ],
 )
 def test_mistakes_are_one_line(words, said, capsys):
@@ -61,6 +62,7 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
+@WITHOUT_GPU
 def test_a_report_without_a_device_is_not_begun(tmp_path):
     with pytest.raises(UserError):
         kernels.run([], tmp_path / "times.json")

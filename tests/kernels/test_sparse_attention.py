@@ -14,6 +14,7 @@ from kernels_pallas.registry import Refused, choose
 from kernels_pallas.sparse_attention import cases, gpu, reference, tpu
 from kernels_pallas.sparse_attention.api import merge, sparse_attention
 from kernels_pallas.sparse_attention.cases import Case
+from tests.kernels import WITHOUT_GPU
 
 # The TPU kernel takes no 64 channels, and most small cases have one tile of each list.
 TPU_CASES = {
@@ -208,6 +209,7 @@ def test_float_rows_are_refused_by_name():
     )
 
 
+@WITHOUT_GPU
 def test_auto_on_cpu_is_the_reference():
     args = cases.arguments(cases.SMALL["toy"])
     assert choose("sparse_attention", "auto", *args).impl == "reference"

@@ -15,6 +15,7 @@ from kernels_pallas.sparse_attention import cases, float_rows, gpu, reference
 from kernels_pallas.sparse_attention.api import sparse_attention
 from kernels_pallas.sparse_attention.cases import Case
 from kernels_pallas.sparse_attention.row_sums import LONG, segments, sums
+from tests.kernels import WITHOUT_GPU
 from tests.kernels.test_sparse_attention import exact
 
 NAMES = "out lse mass q entries window sink".split()
@@ -179,6 +180,7 @@ def test_packed_rows_give_no_probabilities_on_a_gpu():
     assert choose("sparse_attention", "auto", *args, mass=True, backend="tpu").impl == "reference"
 
 
+@WITHOUT_GPU
 def test_auto_on_cpu_is_the_reference():
     args = cases.arguments(cases.FLOATS["ragged lists"])
     chex.assert_trees_all_equal(sparse_attention(*args, mass=True), jax.jit(partial(reference.run, mass=True))(*args))

@@ -9,6 +9,7 @@ import pytest
 from bench import traffic
 from dsv41.errors import UserError
 from kernels_pallas.mega_mhc import cases, gpu
+from tests.kernels import WITHOUT_GPU
 
 PROGRAM = """HloModule m
 
@@ -55,6 +56,7 @@ def test_the_kernels_move_what_must_be_moved_and_little_more():
     assert moved <= 0.76 * (3 * case.streams + 4) * case.tokens * case.width * 2
 
 
+@WITHOUT_GPU
 def test_without_a_gpu_is_one_line():
     with pytest.raises(UserError, match="backend: found cpu, allowed is gpu"):
         traffic.main()
