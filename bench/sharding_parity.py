@@ -1,4 +1,5 @@
-"""Loss and every gradient of a training step on meshes of eight devices, and the losses of six steps, against one device's.
+"""A training step on meshes of eight devices against one device's: loss, every gradient, every weight's change and every metric,
+the held-out loss of the weights before it, and the losses of six steps.
 
 python -m bench.sharding_parity [float32|float64] [MESH ...] writes its part of bench/results/sharding_parity.json; on CPU it
 makes the eight devices itself. float64 is the same program with every float32 in it a float64: what is left there is no rounding
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,7 +32,8 @@ from dsv41.numerics import Policy
 from dsv41.sharding import make_mesh, parse_mesh
 from train.data import Batch
 from train.layout import from_stored, place_batch, state_leaves, stored_target, to_stored
-from train.step import StepOptions, TrainState, init_state, make_train_step
+from train.replay import replayed
+from train.step import StepOptions, TrainState, init_state, make_eval_step, make_train_step
 
 RESULTS = Path(__file__).parent / "results" / "sharding_parity.json"
 MESHES = ("data=8", "fsdp=8", "expert=8", "context=8", "model=2", "fsdp=2,model=2")
@@ -50,6 +52,15 @@ def some_batch(config: ModelConfig, rows: int, length: int) -> Batch:
     return Batch(ids, segments, np.roll(ids, -1, 1), weights)
 
 
+def _changes(before: Any, after: Any) -> dict[str, np.ndarray]:
+    paths = jax.tree_util.tree_leaves_with_path(before)
+    return {
+        jax.tree_util.keystr(path): np.asarray(new) - old
+        for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True)
+        if jnp.issubdtype(old.dtype, jnp.floating)
+    }
+
+
 def gradients(state: TrainState) -> dict[str, np.ndarray]:
     """Of the first step, by weight and family: what momenta that began at zero hold of them."""
     found = {}
@@ -61,50 +72,74 @@ def gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def differences(
-    config: ModelConfig, params: Any, batch: Batch, meshes: Sequence[str], accumulate: int = 1, steps: int = 1
+    config: ModelConfig,
+    params: Any,
+    batch: Batch,
+    meshes: Sequence[str],
+    accumulate: int = 1,
+    steps: int = 1,
+    replay: Literal["off", "mask", "gather"] = "off",
 ) -> Iterator[dict[str, Any]]:
-    """For each mesh: relative differences of the loss and, in the 2-norm, of all gradients and the furthest one, and whose it is.
+    """For each mesh: relative differences of the loss and the held-out loss, of the metric that is furthest, and in the 2-norm of
+    all gradients, of the furthest one and of the furthest weight's change, and whose they are.
 
     Gradients of Engram weights apart: the root in their gate has a slope of up to 500, which magnifies rounding. Ahead of the
     meshes one device with weights moved by one rounding, which says how far rounding alone can go. steps: after so many on the
-    same batch, the last cross-entropy and index loss too.
+    same batch, the last cross-entropy and index loss too. replay: how decoder replay is simulated.
     """
-    fold, options = np.arange(config.vocab_size, dtype=np.int32), StepOptions(accumulate)
-    leaves = state_leaves(init_state, config)
+    fold, options = np.arange(config.vocab_size, dtype=np.int32), StepOptions(accumulate, replay=replay)
+    leaves, whole = state_leaves(init_state, config), batch
+    if replay != "off":
+        batch = replayed(batch, config.sliding_window, replay == "gather", np.random.default_rng(0))
 
     def fresh() -> TrainState:
         state = init_state(config, 0)
         return TrainState(jax.tree.map(lambda a: jnp.array(a, copy=True), params), state.opt_state, state.step)
 
-    def run(step: Any, state: TrainState, batch: Any, mesh: Any = None) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
-        first, told = {}, []
+    def run(state: TrainState, mesh: Any = None) -> dict[str, Any]:
+        step = make_train_step(config, Policy(), fold, options, mesh=mesh)
+        score = make_eval_step(config, Policy(), fold, mesh=mesh)
+        placed = lambda b, parts: jax.tree.map(jnp.asarray, b) if mesh is None else place_batch(b, mesh, parts)  # noqa: E731
+        stored = lambda state: to_stored(state, leaves, mesh) if mesh else state  # noqa: E731
+        nats, weight = map(float, score(state.params, placed(whole, 1)))
+        before, metrics = jax.tree.map(np.array, stored(state).params), []
+        found: dict[str, Any] = {"eval": nats / weight, "metrics": metrics}
         for n in range(steps):
-            state, metrics = step(state, batch, np.float32(0.01))
-            told.append({name: float(metrics[name]) for name in ("loss", "ce", "index_kl")})
+            state, told = step(state, placed(batch, accumulate), np.float32(0.01))
+            metrics.append(jax.tree.map(float, told))
             if not n:
-                first = gradients(to_stored(state, leaves, mesh) if mesh else state)
-        return first, told
+                found |= {"gradients": gradients(stored(state)), "changes": _changes(before, stored(state).params)}
+        return found
 
-    step = make_train_step(config, Policy(), fold, options)
-    here = jax.tree.map(jnp.asarray, batch)
-    wanted, told = run(step, fresh(), here)
+    wanted = run(fresh())
 
-    def compared(text: str, found: dict[str, np.ndarray], other: list[dict[str, float]]) -> dict[str, Any]:
-        apart = {name: float(np.linalg.norm(found[name] - g) / max(np.linalg.norm(g), 1e-30)) for name, g in wanted.items()}
-        engram = max(value for name, value in apart.items() if ".engram." in name)
-        worst = max((name for name in apart if ".engram." not in name), key=lambda name: apart[name])
-        total = sum(np.sum(np.square(g, dtype=np.float64)) for g in wanted.values())
-        squares = sum(np.sum(np.square(found[name] - g, dtype=np.float64)) for name, g in wanted.items())
-        off = lambda n, name: abs(other[n][name] - told[n][name]) / abs(told[n][name])  # noqa: E731
+    def apart(part: str, found: dict[str, Any]) -> dict[str, float]:
+        norm = np.linalg.norm
+        return {name: float(norm(found[part][name] - a) / max(norm(a), 1e-30)) for name, a in wanted[part].items()}
+
+    def compared(text: str, found: dict[str, Any]) -> dict[str, Any]:
+        by_gradient, by_change = (apart(part, found) for part in ("gradients", "changes"))
+        engram = max(value for name, value in by_gradient.items() if ".engram." in name)
+        worst = max((name for name in by_gradient if ".engram." not in name), key=lambda name: by_gradient[name])
+        total = sum(np.sum(np.square(g, dtype=np.float64)) for g in wanted["gradients"].values())
+        squares = sum(np.sum(np.square(found["gradients"][n] - g, dtype=np.float64)) for n, g in wanted["gradients"].items())
+        one, other = wanted["metrics"], found["metrics"]
+        off = lambda n, name: abs(other[n][name] - one[n][name]) / max(abs(one[n][name]), 1e-30)  # noqa: E731
+        metric, change = max(one[0], key=lambda name: off(0, name)), max(by_change, key=lambda name: by_change[name])
         return {
             "mesh": text,
             "loss": off(0, "loss"),
+            "eval": abs(found["eval"] - wanted["eval"]) / wanted["eval"],
+            "metric": off(0, metric),
+            "metric_of": metric,
             "all_gradients": float(np.sqrt(squares / total)),
-            "gradient": apart[worst],
+            "gradient": by_gradient[worst],
             "of": worst,
             "engram_gradient": engram,
-            "over_1e-5": sum(value > 1e-5 for value in apart.values()),
-            "gradients": len(apart),
+            "change": by_change[change],
+            "change_of": change,
+            "over_1e-5": sum(value > 1e-5 for value in by_gradient.values()),
+            "gradients": len(by_gradient),
             **({"steps": steps, "last_ce": off(-1, "ce"), "last_index_kl": off(-1, "index_kl")} if steps > 1 else {}),
         }
 
@@ -112,13 +147,11 @@ def differences(
     moved, rng = fresh(), np.random.default_rng(0)
     move = lambda a: np.nextafter(a, rng.choice(np.array([-np.inf, np.inf], np.float32), a.shape)) if a.ndim > 1 else a  # noqa: E731
     moved = replace(moved, params=jax.tree.map(lambda a: jnp.asarray(move(np.asarray(a))), moved.params))
-    yield compared("one device, weights moved by a rounding", *run(step, moved, here))
+    yield compared("one device, weights moved by a rounding", run(moved))
     for text in meshes:
         mesh = make_mesh(parse_mesh(text))
         where = jax.tree.map(lambda target: target.sharding, stored_target(leaves, mesh))
-        state = from_stored(jax.device_put(fresh(), where), leaves, mesh)
-        step = make_train_step(config, Policy(), fold, options, mesh=mesh)
-        yield compared(text, *run(step, state, place_batch(batch, mesh, accumulate), mesh))
+        yield compared(text, run(from_stored(jax.device_put(fresh(), where), leaves, mesh), mesh))
 
 
 def main(words: Sequence[str]) -> None:

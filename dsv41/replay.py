@@ -19,8 +19,9 @@ from dsv41.engram import apply_engram
 from dsv41.layout import Layout, replay_layout
 from dsv41.model import Output, embed, final_hidden, make_tokens
 from dsv41.numerics import Policy, rms_norm
-from dsv41.params import LayerParams, TextParams
+from dsv41.params import LayerParams, TextParams, block_specs
 from dsv41.plan import LayerPlan, layer_plans
+from dsv41.sharding import gathered
 from dsv41.site import Shared, publish_row, whole_row
 
 
@@ -70,8 +71,9 @@ def replayed_features(
     first = next(n for n, plan in enumerate(plans) if plan.half == "decoder")
     for n, (plan, layer) in enumerate(zip(plans, params.layers, strict=True)):
         if n == first:
-            x = decoder_input(residual, layer, plan, tokens, config)
-            carried = publish_row(x, layer.attn, plan, Shared(), tokens.layout, config, policy, None)
+            own = gathered(layer, block_specs(config, plan))
+            x = decoder_input(residual, own, plan, tokens, config)
+            carried = publish_row(x, own.attn, plan, Shared(), tokens.layout, config, policy, None)
             tokens, take = _choose(tokens, replay, chosen)
             residual = jax.tree.map(take, residual)
         site = partial(whole_row, publishes=n < first)

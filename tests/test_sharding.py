@@ -18,14 +18,16 @@ from dsv41.collectives import collectives
 from dsv41.config import PRESETS, preset
 from dsv41.errors import UserError
 from dsv41.moe import dispatched_experts, grouped_experts
+from dsv41.numerics import Policy
 from dsv41.owners import fetched_rows, returned_rows
 from dsv41.params import ExpertParams, ParamSpec, map_specs, spec_leaves, text_specs
 from tests.models import equations, tiny_config
 from train.checkpoint import Checkpoints
 from train.layout import from_stored, init_on, state_leaves, stored_target, to_stored
 from train.optim.muon import muon
+from train.optim.sinkhorn import balance
 from train.placed import totals
-from train.step import init_state
+from train.step import StepOptions, init_state, make_update
 
 ROOT = Path(__file__).parents[1]
 MESHES = ("data=2,expert=4", "fsdp=8,expert=8", "data=2,fsdp=2,expert=4,model=4")
@@ -201,6 +203,24 @@ def test_muon_moves_no_head_and_no_expert_between_devices():
         np.testing.assert_allclose(update, wanted[name], rtol=0, atol=1e-4, err_msg=name)
 
 
+def test_a_cut_table_is_balanced_as_a_whole():
+    """Rows that fall by a factor of 1e5 from the first part to the last: most of the last are nothing beside the mean of all."""
+    rng = np.random.default_rng(0)
+    table = (rng.standard_normal((64, 8)) * np.logspace(0, -5, 64)[:, None]).astype(np.float32)
+    wanted = balance(jnp.asarray(table))
+    rows = P(("model", "fsdp"))
+    run = on_mesh(
+        lambda x: balance(x, count=64, axes=("model", "fsdp")),
+        sharding.make_mesh(sharding.parse_mesh("fsdp=4,model=2")),
+        rows,
+        rows,
+    )
+    found = run(table)
+    assert 8 < np.sum(~np.any(np.asarray(wanted), axis=1)) < 56
+    # fp32 sums of eight parts in another order, through twelve normalisations: 1e-5 of values of order 1, headroom 5.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
 def test_totals_are_the_identity_without_a_mesh():
     x = jnp.ones(3)
     assert sharding.total(x, sharding.AXES) is x and sharding.size(*sharding.AXES) == 1 and sharding.index("expert") == 0
@@ -228,23 +248,57 @@ jax.config.update("jax_enable_x64", True)
 jnp.float32 = jnp.float64  # ahead of the imports that read it
 from bench.sharding_parity import differences, some_batch
 from tests.test_sharding import two_layers
-from train.step import init_state
+from train.step import StepOptions, init_state, make_update
 config = two_layers()
-found = differences(config, init_state(config, 0).params, some_batch(config, 8, 16), ["expert=2,context=2,model=2"], 2)
-print(json.dumps(list(found)))
+params, batch = init_state(config, 0).params, some_batch(config, 8, 16)
+for mesh, parts, replay in (("expert=2,context=2,model=2", 2, "mask"), ("fsdp=2,expert=2,model=2", 1, "gather")):
+    print(json.dumps(list(differences(config, params, batch, [mesh], parts, replay=replay))))
 """
 
 
 def test_a_step_on_a_mesh_is_that_of_one_device():
-    """Loss and every gradient, on a mesh of three axes, with padding, in two parts, with float64 in the place of float32."""
+    """Loss, every gradient, weight and metric, and the held-out loss, with padding, with float64 in the place of float32: on two
+    meshes of three axes, in two parts with decoder replay by masks, and where the decoder's tokens are gathered."""
     run = subprocess.run([sys.executable, "-c", DOUBLE], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-2000:]
-    control, found = json.loads(run.stdout.splitlines()[-1])
-    assert found["gradients"] > 60
-    # float64 sums in another order: what moving each weight by a float64 rounding moves them by, headroom 100. In float32 such
-    # a bound says little, as the rounding of small sums of large terms reaches 1e-4 of some gradients.
-    names = ("loss", "all_gradients", "gradient", "engram_gradient")
-    assert all(found[name] < 1e-12 + 100 * control[name] < 1e-9 for name in names), (control, found)
+    for line in run.stdout.splitlines()[-2:]:
+        control, found = json.loads(line)
+        assert found["gradients"] > 60
+        # float64 sums in another order: what moving each weight by a float64 rounding moves them by, headroom 100. In float32
+        # such a bound says little, as the rounding of small sums of large terms reaches 1e-4 of some gradients.
+        for name in ("loss", "eval", "metric", "all_gradients", "gradient", "engram_gradient"):
+            assert found[name] < 1e-12 + 100 * control[name] < 1e-9, (name, control, found)
+        # Muon raises what a gradient hardly has to the size of the rest: there a rounding comes to 1e-10.
+        assert found["change"] < 100 * control["change"] < 1e-6, (control, found)
+
+
+def test_a_gradient_that_one_device_alone_finds_infinite_stops_the_step_on_all():
+    config, mesh = two_layers(), sharding.make_mesh(sharding.parse_mesh("fsdp=2,expert=2,model=2"))
+    leaves = state_leaves(init_state, config)
+    cut = jax.tree.map(lambda s: s.spec, sharding.shardings(leaves, mesh))
+    state = init_on(mesh, init_state, config, 3)
+    update = make_update(config, Policy(), StepOptions(), text_specs(config))
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    losses = (jnp.ones(()), (jnp.ones(()), jnp.zeros(()), jnp.zeros(2), jnp.ones((layers, 2, experts))))
+
+    def run(state, losses, bad):
+        grads = jax.tree.map(lambda a: jnp.full(a.shape, 1e-3) if a.dtype == jnp.float32 else a, state.params)
+        here = sharding.index(("fsdp", "expert", "model")) == 5
+        spoil = lambda a: jnp.where(here & bad, jnp.inf, a)  # noqa: E731
+        grads = grads.replace(
+            layers=tuple(g.replace(ffn=g.ffn.replace(experts=jax.tree.map(spoil, g.ffn.experts))) for g in grads.layers)
+        )
+        return update(state, losses, grads, jnp.float32(0.01))
+
+    run = on_mesh(run, mesh, (cut, P(), P()), (cut, P()))
+    for bad in (False, True):
+        after, metrics = run(state, losses, jnp.asarray(bad))
+        same = [
+            bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True)
+        ]
+        assert all(same) == bad and int(metrics["skipped"]) == bad
+        for leaf in jax.tree.leaves(after):
+            assert all(np.isfinite(np.asarray(s.data)).all() for s in leaf.addressable_shards)
 
 
 SNAPSHOTS = sorted((Path(__file__).parent / "snapshots" / "sharding").glob("*.txt"))
