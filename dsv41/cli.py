@@ -54,11 +54,9 @@ def _plan(args: Plan) -> int:
 
 def _train(args: Train) -> int:
     _use_compilation_cache()
-    if args.process is not None:
-        from train.processes import join
-
-        join(args.process)
     from train.loop import finished, train
+    from train.options import check_alone
+    from train.processes import agreed, check_shared, join
     from train.recipes import DRAFTER
     from train.run import completed
 
@@ -68,7 +66,13 @@ def _train(args: Train) -> int:
         raise UserError(f"--from: found {str(args.source)!r} with recipe {args.recipe or 'toy'!r}, allowed with {DRAFTER}")
     given = {name: value for name, value in vars(args).items() if value is not None and name != "process"}
     options = completed(given)
-    if done := finished(options):
+    if args.process is not None:
+        check_alone(options)
+        join(args.process)
+    with agreed("options"):
+        done = finished(options)
+    check_shared(options.out)
+    if done:
         step, score = done
         said = f", held-out bits per byte {score.bits_per_byte:.4f}" if score else ""
         print(f"nothing to do: {str(args.out)!r} has all its steps (step {step}{said}); --steps above {step} goes on with it")

@@ -8,6 +8,7 @@ then one device's share too, and JAX's transposes of the collectives (psum's is 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ TOKENS = (*ROWS, "context")
 STORED = ("fsdp", "expert")
 GATHERED = "gathered"
 MOST = 2**20  # devices
+_COUNT = re.compile(r"0*[1-9][0-9]{0,6}")
 # The release's FP8 tiles and FP4 groups: weights stored in them are cut between them, so that a part can be quantised alone.
 _TILE = 32
 
@@ -55,7 +57,7 @@ def parse_mesh(text: str) -> Sizes:
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in AXES:
             raise UserError(f"mesh: found axis {name!r}, allowed are {', '.join(AXES)}{nearest(name.lower(), AXES)}")
-        if not (equals and value.isascii() and value.isdecimal() and int(value)) or name in seen:
+        if not (equals and _COUNT.fullmatch(value)) or name in seen:
             raise UserError(f"mesh: found {part.strip()!r}, allowed is each axis once, as 'data=2,expert=4'")
         seen.add(name)
         sizes[name] = int(value)

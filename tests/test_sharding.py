@@ -42,6 +42,8 @@ MESHES = ("data=2,expert=4", "fsdp=8,expert=8", "data=2,fsdp=2,expert=4,model=4"
         ("data=0", "found 'data=0'"),
         ("", "found axis ''"),
         ("data=-1", "found 'data=-1'"),
+        ("data=" + "7" * 5000, "allowed is each axis once"),
+        ("data=2000000", "allowed are meshes of at most 1,048,576 devices"),
     ],
 )
 def test_parse_mesh_refuses(text, says):
@@ -433,6 +435,7 @@ def test_compile_says_what_is_wrong(capsys):
         (["--mesh", "expert=2", "--topology", "h200x4"], "--topology: found 4 devices for a mesh of 2"),
         (["--mesh", "expert=2", "--topology", "v5p-256"], "--topology: found 'v5p-256', whose compiler is not here"),
         (["--mesh", "expert=2", "--topology", "h200"], "--topology: found 'h200', allowed is 'here', or a GPU"),
+        (["--mesh", "expert=2", "--topology", "h200x" + "7" * 5000], ", allowed is 'here', or a GPU"),
         (["--mesh", "expert=2", "--topology", "hre"], "as 'h200x2'; did you mean 'here'?"),
         (["--mesh", "expert=2", "--topology", "here", "--platform", "tpu"], "--platform: found 'tpu' beside --topology here"),
         (["--mesh", "Expert=2"], "allowed are data, fsdp, expert, context, model; did you mean 'expert'?"),

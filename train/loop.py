@@ -28,7 +28,7 @@ from train.devices import Devices
 from train.metrics import Log, profile_steps, speed
 from train.optim import optimizer_report, warmup_hold_cosine
 from train.options import BEST, CHECKPOINTS, METRICS, TrainOptions, check_options
-from train.processes import any_of, check_equal, leads, meet, together, written
+from train.processes import agreed, any_of, check_equal, leads, meet, together, written
 from train.progress import Report
 from train.recipes import stages
 from train.run import Run, check_options_same, check_same, identity, model_option, read_run, sources, write_run
@@ -146,26 +146,28 @@ def train(options: TrainOptions) -> TrainResult:
     that cannot be used, for a folder with a run of other options or one at work, and for a run that diverged.
     """
     began = time.monotonic()
-    config = check_options(options)
-    with Report() as report, written(options.out) as out, together():
-        return _train(options, config, out, report, began)
+    with together(), contextlib.ExitStack() as opened:
+        with agreed("run"):
+            config = check_options(options)
+            out = opened.enter_context(written(options.out))
+        return _train(options, config, out, opened.enter_context(Report()), began)
 
 
 def _train(options: TrainOptions, config: ModelConfig, out: Path, report: Report, began: float) -> TrainResult:
     """out: where this process writes, beside checkpoints."""
     checkpoints, best = Checkpoints(options.out / CHECKPOINTS, options.keep), Checkpoints(options.out / BEST, 1)
-    latest = checkpoints.latest()
-    run = None if latest is None else read_run(options.out)
-    if run is not None:
-        check_options_same(run, options, config)
-    total = options.steps or (run.total if run else 0)
-    report.phase("reading the text and packing its tokens", quiet=True)
-    prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
-    config, fold = fit_vocabulary(config, prepared.tokenizer)
-    devices = Devices(options.mesh, config, options.engram_rows)
-    plan = stages(options, config, total)
-    facts = identity(options, config, prepared, [stage.first for stage in plan])
-    meet("text")
+    with agreed("text"):
+        latest = checkpoints.latest()
+        run = None if latest is None else read_run(options.out)
+        if run is not None:
+            check_options_same(run, options, config)
+        total = options.steps or (run.total if run else 0)
+        report.phase("reading the text and packing its tokens", quiet=True)
+        prepared = prepare(options.data, config.vocab_size, options.length, config.document_alignment, cache_root())
+        config, fold = fit_vocabulary(config, prepared.tokenizer)
+        devices = Devices(options.mesh, config, options.engram_rows)
+        plan = stages(options, config, total)
+        facts = identity(options, config, prepared, [stage.first for stage in plan])
     check_equal([facts, total, latest, options.checkpoint_every, options.evaluate, options.eval_every, options.mesh])
 
     resumed = 0

@@ -34,7 +34,7 @@ from train.packing import check_length
 from train.step import StepOptions, init_state, make_train_step
 
 HERE = "here"
-_GPUS, _TPUS = re.compile(r"[a-z]+[0-9]+x([1-9][0-9]*)"), re.compile(r"v[0-9]+[a-z]*[-:]([0-9x]+)")
+_GPUS, _TPUS = re.compile(r"[a-z]+[0-9]+x([1-9][0-9]{0,6})"), re.compile(r"v[0-9]+[a-z]*[-:]([0-9x]+)")
 
 
 def trace_train(config: ModelConfig, mesh: Any, kind: str, rows: int, length: int) -> tuple[Any, dict[str, int]]:

@@ -71,8 +71,8 @@ class TrainOptions:
     mesh: str | None = None
 
 
-def check_options(options: TrainOptions) -> ModelConfig:
-    """The config, its vocabulary not yet fitted; raises `UserError` for options that no run can have on this machine."""
+def check_alone(options: TrainOptions) -> ModelConfig:
+    """The config, its vocabulary not yet fitted; raises `UserError` for options that no run can have. Asks for no device."""
     if options.steps < 1 and options.max_seconds is None:
         raise UserError(f"steps: found {options.steps} without max_seconds, allowed is 1 or more; nearest is 1")
     for name, low in (("steps", 0), ("batch_size", 1), ("checkpoint_every", 1), ("keep", 1)):
@@ -89,10 +89,18 @@ def check_options(options: TrainOptions) -> ModelConfig:
         divisors = {d for n in range(1, math.isqrt(rows) + 1) if rows % n == 0 for d in (n, rows // n)}
         close = min(sorted(divisors), key=lambda n: abs(n - parts))
         raise UserError(f"accumulate: found {parts}, allowed is a divisor of the {rows} rows of a batch; nearest is {close}")
-    check_paths(options.data)
     config = preset(options.preset) if options.config is None else load_config(options.config)
     check_length(options.length, config.document_alignment)
     config = check_recipe(options, config)
+    if options.mesh is not None:
+        check_mesh(config, parse_mesh(options.mesh))
+    return config
+
+
+def check_options(options: TrainOptions) -> ModelConfig:
+    """As `check_alone`; raises `UserError` for options that no run can have on this machine too."""
+    config = check_alone(options)
+    check_paths(options.data)
     _check_mesh(options, config)
     _check_room(options, config)
     make_writable(options.out)
@@ -121,7 +129,6 @@ def _check_mesh(options: TrainOptions, config: ModelConfig) -> None:
             raise UserError(f"mesh: found none in one of {count} processes, allowed is one of their {jax.device_count()} devices")
         return
     sizes = parse_mesh(options.mesh)
-    check_mesh(config, sizes)
     make_mesh(sizes)
     if options.engram_rows:
         raise UserError(f"engram_rows: found {options.engram_rows}, allowed on a mesh is 0; nearest is 0")

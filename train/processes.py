@@ -4,6 +4,7 @@ All of them compute the same steps and read the same text; the first alone write
 checkpoints, of which each writes its own parts. The folder is one that all of them see.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +28,22 @@ from dsv41.files import locked
 
 # Seconds: for all processes to come, for those left to end when one has died, and for all to read, compile or write.
 PATIENCE, HEARTBEAT, WORK = 90, 60, 3600
+GRACE = 5  # seconds, for what all do at once
 LOST = 3  # exit code
 # What collectives and barriers say of a process that is gone.
 _DEATH = re.compile(r"Gloo|NCCL|heartbeat|Barrier|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (?:closed|reset)")
-_PLACE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})@(\S+:[0-9]{1,5})")
+_PLACE = re.compile(r"([0-9]{1,6})/([0-9]{1,6})@(\S+:([0-9]{1,5}))")
+
+
+def parse_place(text: str) -> tuple[int, int, str]:
+    """Of ``"0/2@HOST:PORT"`` the number, the count and the address; raises `UserError` for another form."""
+    found = _PLACE.fullmatch(text)
+    if not found or not int(found[1]) < int(found[2]) or not 0 < int(found[4]) < 2**16:
+        raise UserError(
+            f"process: found {text!r}, allowed is NUMBER/COUNT@HOST:PORT with NUMBER from 0 and PORT from 1 to 65535, as "
+            "'0/2@10.0.0.1:9876'"
+        )
+    return int(found[1]), int(found[2]), found[3]
 
 
 def join(text: str, patience: int = PATIENCE) -> None:
@@ -39,12 +53,10 @@ def join(text: str, patience: int = PATIENCE) -> None:
     ``patience`` seconds, the process ends with one line and exit code 2; where one of them dies later, `together` ends
     the others, or where nothing fails JAX does when heartbeats are missed, by an abort.
     """
-    found = _PLACE.fullmatch(text)
-    if not found or not int(found[1]) < int(found[2]):
-        raise UserError(f"process: found {text!r}, allowed is NUMBER/COUNT@HOST:PORT with NUMBER from 0, as '0/2@10.0.0.1:9876'")
+    number, count, address = parse_place(text)
 
     def give_up() -> None:
-        told = f"process: waited {patience} s, allowed are all {found[2]} processes; the first is asked for at {found[3]}"
+        told = f"process: waited {patience} s, allowed are all {count} processes; the first is asked for at {address}"
         print(f"dsv41: error: {told}", file=sys.stderr, flush=True)
         os._exit(2)
 
@@ -53,9 +65,9 @@ def join(text: str, patience: int = PATIENCE) -> None:
     timer.start()
     try:
         jax.distributed.initialize(
-            found[3],
-            int(found[2]),
-            int(found[1]),
+            address,
+            count,
+            number,
             initialization_timeout=2 * patience,  # JAX's own end is an abort
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=HEARTBEAT,
@@ -66,18 +78,66 @@ def join(text: str, patience: int = PATIENCE) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Ends this process with one line and exit code `LOST` where what runs in it fails because another has died.
+    """Ends this process where what runs in it fails because another has died: with one line and exit code `LOST`.
 
-    Not by an exception: at its end JAX would wait for the dead until their heartbeat is missed, and abort.
+    Not by an exception: at its end JAX would wait for the dead until their heartbeat is missed, and abort. So would it where
+    this process fails alone; its exception goes on, and behind the last line about it the process ends without JAX's wait.
     """
     try:
         yield
     except Exception as error:
-        if not several() or isinstance(error, UserError) or not _DEATH.search(str(error)):
+        if not several():
+            raise
+        if isinstance(error, UserError) or not _DEATH.search(str(error)):
+            if not _all_within("failed", GRACE):
+                atexit.register(os._exit, 2 if isinstance(error, UserError | OSError) else 1)
             raise
         told = f"process: lost another of {jax.process_count()}; start all again, and they go on from the newest checkpoint"
         print(f"dsv41: error: {told}", file=sys.stderr, flush=True)
         os._exit(LOST)
+
+
+@contextmanager
+def agreed(name: str) -> Iterator[None]:
+    """For what each process prepares by itself: where one finds bad input, all of them raise, and none waits for it."""
+    problem = None
+    try:
+        yield
+    except (UserError, OSError) as error:
+        problem = error
+    if several():
+        meet(name)
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(problem is not None)))
+        if problem is None and failed.size:
+            problem = UserError(
+                f"process: found bad input in process {failed[0]} of {jax.process_count()}, which says what it is"
+            )
+    if problem is not None:
+        raise problem
+
+
+def check_shared(folder: Path) -> None:
+    """Raises `UserError` in every process where one does not see what the first one writes into ``folder``; all of them ask."""
+    if not several():
+        return
+    seen = folder / f".seen-{multihost_utils.broadcast_one_to_all(np.int32(os.getpid()))}"
+    try:
+        with agreed("folder written"):
+            if leads():
+                folder.mkdir(parents=True, exist_ok=True)
+                seen.touch()
+        with agreed("folder"):
+            # A file system that hosts share may take a while to show what another has written.
+            until = time.monotonic() + GRACE
+            while not seen.exists():
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"out: found {str(folder)!r} apart from the first process's, allowed is a folder that all see"
+                    )
+                time.sleep(0.1)
+    finally:
+        if leads():
+            seen.unlink(missing_ok=True)
 
 
 def several() -> bool:
@@ -95,6 +155,16 @@ def meet(name: str) -> None:
     wait: Any = get_barrier_sync_fn() if several() else None
     if wait is not None:
         wait(key=f"dsv41 {name}", timeout_ms=1000 * WORK)
+
+
+def _all_within(name: str, seconds: int) -> bool:
+    """Whether all processes come here so soon."""
+    wait: Any = get_barrier_sync_fn()
+    try:
+        wait(key=f"dsv41 {name}", timeout_ms=1000 * seconds)
+    except Exception:
+        return False
+    return True
 
 
 def any_of(flag: bool) -> bool:

@@ -1,4 +1,4 @@
-"""One run by two processes: the numbers of one; one that is late, one that is killed, one that never comes."""
+"""One run by two processes: the numbers of one; one that is late, is killed, never comes, or finds alone that it cannot go on."""
 
 import os
 import re
@@ -33,6 +33,7 @@ import os, train.metrics as m
 write = m.Log.write
 m.Log.write = lambda self, record: write(self, record) if record["step"] < 3 else os.kill(os.getpid(), 9)
 """
+FULL = DIE.replace("os.kill(os.getpid(), 9)", '(_ for _ in ()).throw(OSError(28, "No space left on device"))')
 
 
 def one_layer():
@@ -65,9 +66,9 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(number, port, out, base, code=START):
+def start(number, port, out, base, code=START, data="data"):
     flags = re.sub("device_count=[0-9]+", "device_count=1", os.environ["XLA_FLAGS"])
-    words = ["train", "--config", base / "config.json", "--data", base / "data", "--out", out, "--steps", 4, "--batch-size", 4]
+    words = ["train", "--config", base / "config.json", "--data", base / data, "--out", out, "--steps", 4, "--batch-size", 4]
     words += ["--length", 32, "--checkpoint-every", 2, "--no-evaluate", "--mesh", "fsdp=2"]
     with open(f"{out}.{number}.txt", "a") as log:
         return subprocess.Popen(
@@ -118,11 +119,33 @@ def test_two_processes_have_the_numbers_of_one(base):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "codes", "says"),
+    [
+        ("text", [2, 2], ["process: found bad input in process 1 of 2, which says what it is", "--data: found nothing at"]),
+        ("folder", [2, 2], ["process: found bad input in process 1 of 2", "apart from the first process's, allowed is a folder"]),
+        ("step", [LOST, 2], ["process: lost another of 2", "No space left on device"]),
+        ("step of the first", [2, LOST], ["No space left on device", "process: lost another of 2"]),
+    ],
+)
+def test_what_one_process_finds_wrong_ends_both_with_a_line(base, wrong, codes, says):
+    """Its text, its folder, which is not the other's, or what it writes behind its third step."""
+    port, outs, bad = free_port(), [base / wrong] * 2, 0 if wrong.endswith("first") else 1
+    outs[1] = base / "elsewhere" if wrong == "folder" else outs[1]
+    code = [FULL + START if "step" in wrong and n == bad else START for n in (0, 1)]
+    data = ["nothing" if wrong == "text" and n == bad else "data" for n in (0, 1)]
+    found = ended(*(start(n, port, outs[n], base, code[n], data[n]) for n in (0, 1)))
+    told = [Path(f"{outs[n]}.{n}.txt").read_text().rstrip().splitlines() for n in (0, 1)]
+    assert found == codes, told
+    for lines, line in zip(told, says, strict=True):
+        assert lines[-1].startswith("dsv41: error: ") and line in lines[-1], told
+
+
 def test_a_process_without_the_others_ends_with_one_line():
     code = "from train.processes import join; join('1/2@127.0.0.1:%d', 3)" % free_port()  # noqa: UP031
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "process: waited 3 s, allowed are all 2 processes" in done.stderr
-    for text in ("2/2@host:1", "0/2", "0/2@host", "a/2@host:1"):
+    for text in ("2/2@host:1", "0/2", "0/2@host", "a/2@host:1", "0/2@host:0", "0/2@host:65536"):
         with pytest.raises(UserError, match="allowed is NUMBER/COUNT@HOST:PORT"):
             join(text)
