@@ -4,6 +4,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+import jax
 import numpy as np
 
 from dsv41.restore import Blocks
@@ -78,8 +79,11 @@ class Reuse:
         whole = hit.kept // prefix.block
         blocks, places = start.loaded()[shared - start.ahead : whole - start.ahead], pages[shared:whole]
         if hit.windows is not None:
-            windows, begun = hit.windows
-            device.put_windows(slot, windows)
+            (windows, tails), begun = hit.windows
+            # Those behind the token that runs again, as it enters them once more; the row before them is of no open group.
+            again = hit.kept - hit.start
+            tails = jax.tree.map(lambda tail: np.roll(tail, again, axis=1), tails)
+            device.put_windows(slot, (windows, tails))
             if begun is not None:
                 blocks, places = [*blocks, begun], [*places, pages[whole]]
         if places:
