@@ -318,11 +318,11 @@ class Engine:
 
     def _take(self, job: _Job, drawn: Drawn, at: tuple[int, ...]) -> str:
         """Accounts for what was drawn for a job; the text that is final now."""
-        if job.known < len(job.said.ids):
-            job.known += 1
-            return ""
         if np.isnan(drawn.logprobs[at]):
             job.broken = True
+            return ""
+        if job.known < len(job.said.ids):
+            job.known += 1
             return ""
         text = job.said.take(int(drawn.tokens[at]), float(drawn.logprobs[at]), self._ends)
         if len(job.said.ids) > job.known:
@@ -376,8 +376,10 @@ class Engine:
                 for one, end in zip(jobs, ends, strict=True):
                     one.filled = end
                     if one.decoding:
-                        self._reuse.publish(one.start, jobs[one].slot, one.pages, one.prompt)
-                        self._heard(one, self._take(one, drawn, (self.device.shard(jobs[one].slot),)))
+                        text = self._take(one, drawn, (self.device.shard(jobs[one].slot),))
+                        if not one.broken:
+                            self._reuse.publish(one.start, jobs[one].slot, one.pages, one.prompt)
+                        self._heard(one, text)
         return any_
 
     def _beside(self, job: _Job) -> dict[_Job, Chunk]:

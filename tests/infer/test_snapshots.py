@@ -10,6 +10,7 @@ from infer.engine import Engine
 from infer.prefix import PrefixCache
 from infer.requests import Request
 from infer.sampling import Sampling
+from infer.store import BlockStore
 from infer.windows import WindowPool
 from tests.infer.test_engine import FOUR_LAYERS
 from tests.models import PLAIN, tiny_model
@@ -28,6 +29,58 @@ def run(engine, ids, count=8):
     assert told.last is not None and told.last.finish in ("length", "stop"), told.last
     assert told.last.usage is not None
     return told.ids, told.logprobs, told.last.usage.cached_tokens
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = tiny_model(**FOUR_LAYERS)
+    return build(model, prefix=PrefixCache(model, PLAIN, "halo", PAGE))
+
+
+@pytest.fixture
+def kept(engine, tmp_path):
+    """The engine with a file and snapshots, all of them empty."""
+    prefix = engine._reuse._prefix
+    engine._reuse.forget()
+    prefix.store, prefix.windows = BlockStore(tmp_path / "a.db"), WindowPool(1 << 24)
+    yield engine
+    prefix.flush()
+    prefix.store.close()
+    prefix.store = prefix.windows = None
+
+
+@pytest.mark.pitfall("H1")
+@pytest.mark.parametrize("at", [0, 3])
+def test_what_led_to_no_number_is_left_to_nobody(kept, monkeypatch, at):
+    """Neither of a prompt, nor of an answer, nor where a request that had to go comes back."""
+    fill, decode, prefix = kept.device.fill, kept.device.decode, kept._reuse._prefix
+    no_number = lambda drawn: drawn.replace(logprobs=np.full_like(drawn.logprobs, np.nan))  # noqa: E731
+    want = run(kept, IDS)
+    kept._reuse.forget()
+    prefix.windows.clear()
+    prefix.flush()
+    prefix.drop(prefix.keys(IDS))
+    told = Told()
+    kept.submit(Request(IDS, Sampling(max_new_tokens=8)), told.hear)
+    if at:
+        monkeypatch.setattr(kept, "_block", 1)
+        while len(told.ids) < at:
+            kept.step()
+        kept._preempt(kept._running()[0])
+        kept._reuse.forget()
+        prefix.windows.clear()
+        prefix.flush()
+        prefix.drop(prefix.keys(IDS))
+    monkeypatch.setattr(kept.device, "decode", lambda *args: no_number(decode(*args)))
+    monkeypatch.setattr(kept.device, "fill", lambda chunks: (lambda ends, drawn: (ends, no_number(drawn)))(*fill(chunks)))
+    while kept.step():
+        pass
+    assert told.last is not None and told.last.finish == "error" and "NaN" in str(told.last.error)
+    prefix.flush()
+    assert (len(kept._reuse._trie), len(prefix.windows), len(prefix.store)) == (0, 0, 0)
+    assert kept.allocator.free == kept.allocator.pages
+    monkeypatch.undo()
+    assert run(kept, IDS) == want
 
 
 @pytest.mark.parametrize("ratio", [3, 4])
