@@ -1,7 +1,9 @@
 """Snapshots of requests: what goes on from one is what went on without."""
 
 from functools import partial
+from operator import attrgetter
 
+import jax
 import numpy as np
 import pytest
 
@@ -81,6 +83,50 @@ def test_what_led_to_no_number_is_left_to_nobody(kept, monkeypatch, at):
     assert kept.allocator.free == kept.allocator.pages
     monkeypatch.undo()
     assert run(kept, IDS) == want
+
+
+MOVES = ("device.put_windows", "device.windows", "device.length", "_reuse._prefix.mover.take", "_reuse._prefix.mover.put")
+
+
+@pytest.mark.pitfall("M3")
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_of_a_prefix_that_fails_costs_no_other_request_and_not_the_engine(kept, monkeypatch, name):
+    """What begins a prompt ends its request alone; what an answer leaves behind ends none."""
+    owner, _, name = name.rpartition(".")
+    owner, begins = attrgetter(owner)(kept), name.startswith("put")
+    want = [run(kept, ids)[0] for ids in (IDS[::-1], IDS)]
+    if name == "put":
+        # Blocks come out of the file.
+        kept._reuse._prefix.flush()
+        kept._reuse._prefix.windows.clear()
+        kept._reuse.forget()
+    elif not begins:
+        kept._reuse.forget()
+    calls = []
+
+    def fail(*_):
+        calls.append(name)
+        if begins:
+            monkeypatch.undo()
+        jax.tree.map(lambda a: a.delete(), kept.device.cache)
+        raise RuntimeError("no\ndevice")
+
+    other, told = Told(), Told()
+    kept.submit(Request(IDS[::-1], Sampling(max_new_tokens=8)), other.hear)
+    while not other.ids:
+        kept.step()
+    monkeypatch.setattr(owner, name, fail)
+    kept.submit(Request(IDS, Sampling(max_new_tokens=8)), told.hear)
+    for _ in range(30):
+        kept.step()
+    monkeypatch.undo()
+    assert calls and not kept.step() and kept.allocator.free + len(kept._reuse._trie) == kept.allocator.pages
+    assert other.last is not None and (other.ids, other.last.finish) == (want[0], "length")
+    assert told.last is not None and told.last.finish == ("error" if begins else "length")
+    assert told.last.error == "RuntimeError: no device" if begins else told.ids == want[1]
+    ids, _, cached = run(kept, IDS)
+    # What failed it is not begun with again.
+    assert ids == want[1] and not (begins and cached)
 
 
 @pytest.mark.parametrize("ratio", [3, 4])
