@@ -134,6 +134,8 @@ class Device:
 
     def reset(self) -> None:
         """An empty cache in all slots."""
+        # There is room for one.
+        self.cache: Any = None
         # On its device from the start, or the first step would be compiled once more for the cache that it returns.
         self.cache = jax.device_put(self._init(), self._where)
 

@@ -36,7 +36,7 @@ PATIENCE = 1.0  # seconds for which a prompt waits for its blocks to be read
 class _Job:
     """A request on its way. filled: tokens of its prompt in the cache; known: of what it said, tokens that its slot has made.
 
-    start: what of its prompt is known from others.
+    start: what of its prompt is known from others. leaves: whether it leaves anything to others.
     """
 
     id: int
@@ -55,6 +55,7 @@ class _Job:
     cached: int = 0
     start: Start = field(default_factory=Start)
     broken: bool = False
+    leaves: bool = True
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -224,7 +225,6 @@ class Engine:
             # One that had to go comes back only where it can go on.
             need = self._count(len(job.prompt) + len(job.said.ids) + 1)
             if any(self._start(job, need, slot) for slot in self._free_slots(job)):
-                self._waiting.pop(0)
                 continue
             running = self._running()
             if running and running[-1].request.priority > job.request.priority:
@@ -240,7 +240,7 @@ class Engine:
         return [first[shard] for shard in order]
 
     def _start(self, job: _Job, need: int, slot: int) -> bool:
-        """Gives a job a slot and ``need`` pages; False where its shard has not so many."""
+        """Gives the first that waits a slot and ``need`` pages; False where its shard has not so many."""
         shard = self.device.shard(slot)
         shared = self._reuse.adopt(job.start, job.prompt, shard)
         need -= len(shared)
@@ -249,9 +249,9 @@ class Engine:
             self.allocator.release(shared)
             return False
         job.slot, job.pages = slot, shared + (self.allocator.take(need, shard) or [])
-        self._slots[slot] = job
-        self._reuse.begin(job.start, slot, job.pages, len(shared))
+        self._slots[slot] = self._waiting.pop(0)
         job.filled, job.cached = job.start.hit.start, job.start.hit.kept
+        self._run([job], self._reuse.begin, job.start, slot, job.pages, len(shared))
         return True
 
     def _count(self, tokens: int) -> int:
@@ -285,8 +285,8 @@ class Engine:
 
     def _end(self, job: _Job, finish: Finish, text: str = "", error: str | None = None) -> None:
         """Takes a job out of wherever it is and tells its last event."""
-        if job.decoding and job.slot is not None and finish != "error":
-            self._reuse.publish(job.start, job.slot, job.pages, [*job.prompt, *job.said.ids])
+        if job.decoding and finish != "error":
+            self._publish(job, [*job.prompt, *job.said.ids])
         if job.slot is None:
             self._waiting.remove(job)
         self._leave(job)
@@ -298,6 +298,11 @@ class Engine:
             self._counts["later"] += max(len(job.said.ids) - 1, 0)
             self._seconds["later"] += self._clock() - job.first
         self._tell(job, text, finish, error)
+
+    def _publish(self, job: _Job, ids: list[int]) -> None:
+        """Leaves what a job's slot holds of its tokens to others; where that fails, all start again, and it leaves no more."""
+        if job.leaves:
+            job.leaves = self._run([], self._reuse.publish, job.start, job.slot, job.pages, ids) is not None
 
     def _tell(self, job: _Job, text: str, finish: Finish | None = None, error: str | None = None) -> None:
         said, new = job.said, slice(job.told, len(job.said.ids))
@@ -318,11 +323,11 @@ class Engine:
 
     def _take(self, job: _Job, drawn: Drawn, at: tuple[int, ...]) -> str:
         """Accounts for what was drawn for a job; the text that is final now."""
-        if job.known < len(job.said.ids):
-            job.known += 1
-            return ""
         if np.isnan(drawn.logprobs[at]):
             job.broken = True
+            return ""
+        if job.known < len(job.said.ids):
+            job.known += 1
             return ""
         text = job.said.take(int(drawn.tokens[at]), float(drawn.logprobs[at]), self._ends)
         if len(job.said.ids) > job.known:
@@ -347,11 +352,11 @@ class Engine:
             self._tell(job, text)
 
     def _run(self, jobs: list[_Job], step: Callable[..., Any], *args: Any) -> Any:
-        """What a step of the device gives; None where it failed, which ends its jobs and makes the others start again."""
+        """What the device gives; None where it failed, which ends these jobs and makes all others start again."""
         try:
             return step(*args)
         except Exception as error:
-            # Its cache was donated.
+            # Its cache may have been donated.
             for job in self._running():
                 if job in jobs:
                     self._reuse.failed(job.start)
@@ -376,8 +381,10 @@ class Engine:
                 for one, end in zip(jobs, ends, strict=True):
                     one.filled = end
                     if one.decoding:
-                        self._reuse.publish(one.start, jobs[one].slot, one.pages, one.prompt)
-                        self._heard(one, self._take(one, drawn, (self.device.shard(jobs[one].slot),)))
+                        text = self._take(one, drawn, (self.device.shard(jobs[one].slot),))
+                        if not one.broken:
+                            self._publish(one, one.prompt)
+                        self._heard(one, text)
         return any_
 
     def _beside(self, job: _Job) -> dict[_Job, Chunk]:
@@ -425,7 +432,10 @@ class Engine:
         if drawn is None:
             return
         for job in jobs:
-            text, n = "", job.slot
+            if (n := job.slot) is None:
+                # The end of one before it failed: its tokens are made again.
+                continue
+            text = ""
             for at in range(steps):
                 if job.said.finish or job.broken or drawn.tokens[at, n] < 0:
                     break

@@ -184,10 +184,12 @@ class PrefixCache:
         if self.store is not None:
             self.store.close()
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Removes blocks behind which a prefill failed, so that they are not tried again."""
+    def drop(self, keys: Sequence[bytes], windows: Any = None) -> None:
+        """Removes blocks and a snapshot behind which a prefill failed, so that they are not tried again."""
         if self.store is not None:
             self.store.delete(keys)
+        if self.windows is not None:
+            self.windows.drop(windows)
 
     def keep_windows(self, ids: Sequence[int], state: Any) -> None:
         """Keeps the snapshot of a request behind the tokens ``ids``."""

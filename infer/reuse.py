@@ -4,6 +4,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+import jax
 import numpy as np
 
 from dsv41.restore import Blocks
@@ -34,8 +35,8 @@ class Start:
             wait([self.found], seconds)
 
     def loaded(self) -> list[Blocks]:
-        """Blocks from number ``ahead`` on; those that have not come are not waited for."""
-        return [] if self.found is None or self.reading else self.found.result()
+        """Blocks from number ``ahead`` on; those that have not come, or failed to, are not waited for."""
+        return [] if self.found is None or self.reading or self.found.exception() else self.found.result()
 
 
 class Reuse:
@@ -78,17 +79,20 @@ class Reuse:
         whole = hit.kept // prefix.block
         blocks, places = start.loaded()[shared - start.ahead : whole - start.ahead], pages[shared:whole]
         if hit.windows is not None:
-            windows, begun = hit.windows
-            device.put_windows(slot, windows)
+            (windows, tails), begun = hit.windows
+            # Those behind the token that runs again, as it enters them once more; the row before them is of no open group.
+            again = hit.kept - hit.start
+            tails = jax.tree.map(lambda tail: np.roll(tail, again, axis=1), tails)
+            device.put_windows(slot, (windows, tails))
             if begun is not None:
                 blocks, places = [*blocks, begun], [*places, pages[whole]]
         if places:
             device.cache = prefix.mover.put(device.cache, places, blocks)
 
-    def publish(self, start: Start, slot: int, pages: list[int], ids: list[int]) -> None:
-        """Leaves what a slot holds of ``ids``, tokens of a request from its first on, to those that begin so."""
+    def publish(self, start: Start, slot: int, pages: list[int], ids: list[int]) -> bool:
+        """Leaves what a slot holds of ``ids``, tokens of a request from its first on, to those that begin so; whether it does."""
         if (prefix := self._prefix) is None:
-            return
+            return False
         # Behind a stop string a slot may have run on, and its windows with it.
         consumed = self._device.length(slot)
         done = ids[:consumed]
@@ -102,6 +106,7 @@ class Reuse:
             begun = pages[len(keys) : len(keys) + 1] if consumed % prefix.block else []
             blocks = prefix.mover.take(self._device.cache, begun)
             prefix.keep_windows(done, (self._device.windows(slot), blocks[0] if blocks else None))
+        return True
 
     def free(self, count: int, shard: int = 0) -> bool:
         """Whether so many pages of a shard are free, need be for giving up blocks that no request holds."""
@@ -123,9 +128,9 @@ class Reuse:
             device.put_windows(0, device.windows(0))
 
     def failed(self, start: Start) -> None:
-        """Removes what a prompt began with from the store, as its prefill failed."""
+        """Removes what a prompt began with from the store and the snapshots, as its prefill failed."""
         if self._prefix is not None and start.hit.kept:
-            self._prefix.drop(start.keys[: start.hit.kept // self._prefix.block])
+            self._prefix.drop(start.keys[: start.hit.kept // self._prefix.block], start.hit.windows)
 
     def forget(self) -> None:
         """Gives up all pages: their rows are lost."""

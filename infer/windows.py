@@ -89,6 +89,12 @@ class WindowPool:
             self._entries.move_to_end((name[0], name[1]))
             return length, entry.state
 
+    def drop(self, state: Any) -> None:
+        """Drops a snapshot that `find` gave."""
+        with self._lock:
+            for name in [name for name, entry in self._entries.items() if entry.state is state]:
+                self._drop(name, "failed")
+
     def clear(self) -> None:
         """Drops all."""
         with self._lock:
