@@ -26,7 +26,7 @@ from dsv41.analyze.costs import prefill_flops
 from dsv41.analyze.own import own_model
 from dsv41.cache import Cache, stored
 from dsv41.config import PRESETS, ModelConfig, preset
-from dsv41.errors import UserError
+from dsv41.errors import UserError, nearest
 from dsv41.files import check_outputs, write_text
 from dsv41.numerics import PACKED, Policy
 from dsv41.params import init_params
@@ -78,8 +78,10 @@ def open_model(options: Options) -> Model:
             raise UserError("preset: found beside checkpoint, allowed is one of them")
         return load_model(options.checkpoint)
     name = options.preset or "toy"
-    if name == "flash":
-        raise UserError(f"preset: found 'flash', whose weights are more than one machine's; allowed are {_names()}")
+    # The release's weights are more than one machine's.
+    names = [*(one for one in PRESETS if one != "flash"), FORTY]
+    if name not in names:
+        raise UserError(f"preset: found {name!r}, allowed are {', '.join(names)}{nearest(name, names)}")
     return random_model(forty_layers() if name == FORTY else preset(name))
 
 
@@ -89,10 +91,6 @@ def random_model(config: ModelConfig) -> Model:
     words = {f"w{n}": n for n in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     return Model(params, config, tokenizer, np.arange(config.vocab_size, dtype=np.int32), 0)
-
-
-def _names() -> str:
-    return ", ".join([*(name for name in PRESETS if name != "flash"), FORTY])
 
 
 def _device(model: Model, longest: int, slots: int, replay: DecoderReplay, chunk: int) -> Device:

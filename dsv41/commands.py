@@ -217,7 +217,8 @@ class Generate:
     """Rows of a prompt for the decoder layers: all; the last window's, about half the work of a long prompt but an
     approximation; or enough of them for the result of all."""
     prefix_cache: Path | None = None
-    """A file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is none."""
+    """A .db or .sqlite file to keep what prompts leave behind in, and to begin with what earlier ones left; made where there is
+    none."""
     mesh: str | None = None
     """Devices by axis, as data=2,expert=2,model=2; one device where not given."""
     draft: Literal["off", "fixed", "threshold", "scheduled"] = "off"
@@ -258,7 +259,8 @@ class Serve:
     decoder_replay: Literal["full", "bounded", "halo"] = "full"
     """Rows of a prompt for the decoder layers, as of dsv41 generate."""
     prefix_cache: Path | None = None
-    """A file to keep what prompts and answers leave behind in; with it prompts also begin with pages and windows of others."""
+    """A .db or .sqlite file to keep what prompts and answers leave behind in; with it prompts also begin with pages and windows
+    of others."""
     prefix_gib: float = 8.0
     """Size of that file at most."""
     max_requests: int = 256

@@ -23,6 +23,7 @@ QUOTA = 8 << 30
 _PAGE = 4096
 _APPLICATION, _VERSION = 0x64734B56, 1
 _LARGEST = 1 << 28
+_SUFFIXES = (".db", ".sqlite")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (key BLOB PRIMARY KEY, depth INTEGER, used REAL, payload BLOB);
 CREATE INDEX IF NOT EXISTS by_use ON blocks (used, depth DESC);
@@ -43,7 +44,7 @@ Fault = (sqlite3.Error, OSError, MemoryError, OverflowError, ValueError, TypeErr
 
 
 class BlockStore:
-    """Rows of bytes by key, in ``file``; made where there is none, `UserError` where that is no place for one.
+    """Rows of bytes by key, in ``file``, a .db or .sqlite; made where there is none, `UserError` where that is no place for one.
 
     quota: bytes of the file, of which what SQLite has not merged yet (a few MiB) is no part. on_full: whether new rows are
     dropped once all others are within ``retention`` seconds of their last use, or take the place of the least recently used.
@@ -68,6 +69,9 @@ class BlockStore:
             raise UserError(f"prefix_cache: found {str(file)!r}, allowed is a file in a folder that exists")
         if file.exists() and not file.is_file():
             raise UserError(f"prefix_cache: found a folder or device at {str(file)!r}, allowed is a file")
+        if file.suffix not in _SUFFIXES:
+            # What SQLite cannot read is put aside: that is to be no file of the user's.
+            raise UserError(f"prefix_cache: found {file.name!r}, allowed is a name that ends with {' or '.join(_SUFFIXES)}")
         if quota < 64 * _PAGE:
             raise UserError(f"prefix_cache: found a quota of {quota} bytes, allowed is {64 * _PAGE} or more")
         self._open()
