@@ -338,7 +338,7 @@ def test_what_is_no_place_for_a_store(tmp_path):
         BlockStore(tmp_path / "notes.db")
     text = tmp_path / "tokenizer.json"
     text.write_text("{}")
-    with pytest.raises(UserError, match="found 'tokenizer.json', allowed is a name that ends with"):
+    with pytest.raises(UserError, match=r"found 'tokenizer\.json', allowed is a name that ends with"):
         BlockStore(text)
     assert sorted(os.listdir(tmp_path)) == ["notes.db", "tokenizer.json"] and text.read_text() == "{}"
 
