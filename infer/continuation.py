@@ -62,6 +62,7 @@ def check_prompt(ids: Sequence[int], sampling: Sampling, config: ModelConfig, ro
         raise UserError(
             f"{name}: found {len(ids)} tokens and max_new_tokens {sampling.max_new_tokens}, allowed is {room} together"
         )
-    for token in ids:
-        if not 0 <= token < config.vocab_size:
-            raise UserError(f"{name}: found token id {token}, allowed is 0 to {config.vocab_size - 1}")
+    for where, tokens in ((name, ids), ("stop_ids", sampling.stop_ids)):
+        for token in tokens:
+            if not 0 <= token < config.vocab_size:
+                raise UserError(f"{where}: found token id {token}, allowed is 0 to {config.vocab_size - 1}")

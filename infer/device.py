@@ -19,10 +19,10 @@ from dsv41.prefill import Restored
 from dsv41.sharding import ROWS
 from infer.model import Model, weight_parts
 from infer.prefix import NO_HIT, Hit, lengths
-from infer.sampling import Sampling, SamplingRows, sampling_rows
+from infer.sampling import MOST_STOP_IDS, Sampling, SamplingRows, sampling_rows
 from infer.steps import BLOCK, DecoderReplay, Drawn, Steps, chunk_width
 
-ENDS = 16  # end tokens of a slot that the device looks for; the host looks for all
+ENDS = MOST_STOP_IDS + 1  # end tokens of a slot, the model's own among them
 _TABLES = 4  # each width of a table is so many times the one before
 
 

@@ -422,7 +422,7 @@ class Engine:
             n, said, sampling = job.slot, job.said.ids, job.request.sampling
             assert n is not None
             tokens[n], left[n] = said[job.known - 1], sampling.max_new_tokens - job.known
-            stops = sorted({*self._ends, *sampling.stop_ids})[:ENDS]
+            stops = sorted({*self._ends, *sampling.stop_ids})
             ends[n, : len(stops)] = stops
             again = said[job.known : job.known + BLOCK]
             given[: len(again), n] = again

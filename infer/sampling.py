@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 from dsv41.errors import UserError
 
 _FLOAT32 = np.finfo(np.float32)
+MOST_STOP_IDS = 16  # of one request
 _INT32_MAX, _UINT32_MAX = 2**31 - 1, 2**32 - 1
 _USE_GREEDY = "for the likeliest token alone set temperature=0"
 
@@ -32,7 +33,8 @@ class SamplingRows:
 class Sampling:
     """How one request is sampled and what ends it; raises `UserError` for a value that no request can mean.
 
-    ``max_new_tokens`` 0 generates nothing. ``stop`` are texts and ``stop_ids`` token ids, besides the model's own EOS.
+    ``max_new_tokens`` 0 generates nothing. ``stop`` are texts and ``stop_ids`` token ids, up to
+    `MOST_STOP_IDS`, besides the model's own EOS.
     """
 
     temperature: float = 0.0
@@ -58,6 +60,8 @@ class Sampling:
         _check_range("max_new_tokens", self.max_new_tokens, 0, None)
         for text in self.stop:
             check_text(text, "stop")
+        if len({*self.stop_ids}) > MOST_STOP_IDS:
+            raise UserError(f"stop_ids: found {len({*self.stop_ids})} token ids, allowed are up to {MOST_STOP_IDS}")
         for token in self.stop_ids:
             _check_range("stop_ids", token, 0, None)
 

@@ -213,7 +213,7 @@ class _Events:
         except UserError as error:
             self.close()
             # In the words of the client's request.
-            named = str(error).replace("max_new_tokens", "max_tokens", 1)
+            named = str(error).replace("max_new_tokens", "max_tokens", 1).replace("stop_ids:", "stop_token_ids:", 1)
             raise UserError(named.replace("prompt:", "messages:", 1) if asked.chat else named) from None
         if service.failed:
             self.fail(service.failed)

@@ -57,7 +57,7 @@ class WindowPool:
         return self._bytes
 
     def put(self, key: bytes, tail: Sequence[int], state: Any) -> None:
-        """Keeps the state behind block ``key`` and the tokens ``tail``; numpy arrays, which must not change any more.
+        """Keeps the state behind block ``key`` and the tokens ``tail``; numpy arrays, of which views are copied and others kept.
 
         The one that is there stays. One larger than all there is room for is dropped.
         """
@@ -68,6 +68,8 @@ class WindowPool:
                 return
             while self._bytes + size > self.capacity:
                 self._drop(next(iter(self._entries)), "evicted")
+            # A view would keep all that it is a part of.
+            state = jax.tree.map(lambda leaf: leaf if leaf.flags.owndata else leaf.copy(), state)
             self._entries[name] = _Entry(state, size, self._clock())
             self._bytes += size
 

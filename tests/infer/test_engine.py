@@ -130,6 +130,11 @@ def test_what_is_told(engine):
     cut = ask(engine, ids, max_new_tokens=12, stop=(free.text[2:4],))
     drain(engine)
     assert stopped.ids == free.ids[: free.ids.index(free.ids[5])] and stopped.last.finish == "stop"
+    # As many as there may be, beside the model's own end.
+    others = [id for id in range(3, 280) if id not in free.ids][:15]
+    most = ask(engine, ids, max_new_tokens=12, stop_ids=(*others, max(free.ids)))
+    drain(engine)
+    assert most.ids == free.ids[: free.ids.index(max(free.ids))] and most.last.finish == "stop"
     assert cut.text == free.text[: free.text.index(free.text[2:4])] and cut.last.finish == "stop"
 
 
@@ -304,6 +309,7 @@ def test_what_can_never_run_is_refused(engine):
         ([], {}, "prompt: found nothing"),
         ([5] * 20, {"max_new_tokens": 29}, "found 20 tokens and max_new_tokens 29, allowed is 48 together"),
         ([10**6], {}, "token id 1000000"),
+        ([5], {"stop_ids": (10**6,)}, "stop_ids: found token id 1000000"),
         ([5], {"logprobs": 21}, "logprobs: found 21, allowed is 0 to 20"),
     ):
         with pytest.raises(UserError, match=message):

@@ -215,6 +215,7 @@ def test_a_greedy_batch_sorts_and_draws_nothing():
         ({"seed": 2**32}, "seed: found 4294967296, .*nearest is 4294967295"),
         ({"max_new_tokens": -1}, "max_new_tokens: found -1, allowed is 0 or more; nearest is 0"),
         ({"stop": ("a", "")}, "stop: found '', allowed is text of at least one character"),
+        ({"stop_ids": (*range(17),)}, "stop_ids: found 17 token ids, allowed are up to 16"),
         ({"stop_ids": (1, -2)}, "stop_ids: found -2, allowed is 0 or more; nearest is 0"),
     ],
 )

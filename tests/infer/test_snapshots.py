@@ -85,6 +85,19 @@ def test_what_led_to_no_number_is_left_to_nobody(kept, monkeypatch, at):
     assert run(kept, IDS) == want
 
 
+def test_the_pool_holds_no_more_memory_than_it_counts(kept):
+    pool = WindowPool(1 << 20)
+    whole = np.ones((64, 1000), np.float32)
+    pool.put(b"a", [1], ([whole[3]], whole[5, ::2].copy(), None))
+    found = pool.find([b"a"], [1], PAGE)
+    assert found is not None and np.array_equal(found[1][0][0], whole[3]) and pool.size == 6000
+    run(kept, IDS[:40])
+    mine = kept._reuse._prefix.windows
+    states = [entry.state for pool in (pool, mine) for entry in pool._entries.values()]
+    assert len(states) == 3 and all(leaf.base is None for leaf in jax.tree.leaves(states))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(states)) == pool.size + mine.size
+
+
 MOVES = ("device.put_windows", "device.windows", "device.length", "_reuse._prefix.mover.take", "_reuse._prefix.mover.put")
 
 
