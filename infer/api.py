@@ -24,6 +24,7 @@ _SHARED = {
     *_IDLE,
     *("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
     *("stop_token_ids", "logprobs", "frequency_penalty", "presence_penalty", "logit_bias", "priority"),
+    "repetition_penalty",
 }
 _COMPLETION = {*_SHARED, "prompt", "echo", "suffix", "best_of"}
 _CHAT = {*_SHARED, "messages", "tools", "tool_choice", "response_format", "reasoning_effort", "thinking"}
@@ -172,6 +173,7 @@ class Api:
             raise Refused(message, 404, "model_not_found")
         for penalty in ("frequency_penalty", "presence_penalty"):
             fields.neutral(penalty, 0)
+        fields.neutral("repetition_penalty", 1)
         fields.neutral("logit_bias", {})
         return fields
 

@@ -99,6 +99,8 @@ def test_seeds(client):
     ask = lambda **options: [choice.text for choice in client.completions.create(model="tiny", prompt="a", **options).choices]  # noqa: E731
     one = ask(seed=3, n=3, max_tokens=12)
     assert one == ask(seed=3, n=3, max_tokens=12) and len(set(one)) == 3 and ask(seed=3, max_tokens=12) == one[:1]
+    nothing = {"repetition_penalty": 1.0, "frequency_penalty": 0, "logit_bias": {}}
+    assert ask(seed=3, max_tokens=12, extra_body=nothing) == one[:1]
     assert ask(seed=3 + 2**32, max_tokens=12) == one[:1] and ask(seed=-5, max_tokens=3)
     assert len({ask(max_tokens=12)[0] for _ in range(4)}) > 1
 
@@ -198,6 +200,7 @@ def test_models_health_and_metrics(service, url, client):
         (CHAT, {"messages": HI, "stop_token_ids": [5000]}, 400, "stop_token_ids: found token id 5000"),
         (COMPLETION, {"prompt": "a", "best_of": 3}, 400, "best_of: found 3"),
         (COMPLETION, {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias: found"),
+        (COMPLETION, {"prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty: found 1.1, allowed is 1"),
         (COMPLETION, {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'?"),
         (COMPLETION, {"prompt": "a", "\ud800": 1}, 400, "body: found a field"),
         (COMPLETION, {"prompt": "a", "stream": 1}, 400, "stream: found 1, allowed is true or false"),
