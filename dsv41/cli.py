@@ -340,6 +340,9 @@ _PLAINER = (
         r"\1: found \2, allowed is a number",
     ),
     (r"Error parsing (\S+): .*an empty path", r"\1: found '', allowed is a path"),
+    # Behind an option's name its help.
+    (r"(--\S+ \S+|[A-Z]{2,}|\{\S+\}) [^;]*?\(required\)", r"\1"),
+    (r"Missing from (dsv41 \w+): ", r"\1: found no "),
     (r"Expected one of \{(plan, .*)\}", r"found no command, allowed are \1; see dsv41 --help"),
 )
 

@@ -30,6 +30,8 @@ def _error(capsys, *argv: str) -> str:
 
 
 def test_bad_input_is_one_line(capsys, tmp_path):
+    assert _error(capsys, "serve", "X") == "dsv41: error: dsv41 serve: found no --checkpoint PATH; Unrecognized options: X\n"
+    assert _error(capsys, "convert") == "dsv41: error: dsv41 convert: found no SRC DST\n"
     assert "did you mean 'toy'" in _error(capsys, "plan", "--preset", "tox")
     assert "no file" in _error(capsys, "plan", "--config", str(tmp_path / "none.json"))
     assert "File name too long" in _error(capsys, "verify", "x" * 5000)
@@ -101,7 +103,6 @@ def test_mistakes_in_arguments_are_one_line_too(capsys):
     )
     assert "error: --steps: found 'many', allowed is a whole number\n" in _error(capsys, "train", "--steps", "many")
     assert "error: --lr: found 'x', allowed is a number\n" in _error(capsys, "train", "--lr", "x")
-    assert "SRC A folder" in _error(capsys, "convert")
     assert "--checkpoint" in _error(capsys, "generate", "--prompt", "x")
     # To Python an empty path is the current folder.
     for argv in (("train", "--out", ""), ("train", "--config="), ("demo", "--out="), ("eval", "--checkpoint", "")):
