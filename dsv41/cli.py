@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -176,6 +177,7 @@ def _generate(args: Generate) -> int:
     from infer.generate import Generator
     from infer.model import load_model, with_drafter
     from infer.schedule import NO_DRAFTS, drafting_of
+    from infer.store import BlockStore
 
     policy, drafting = PACKED if args.packed else Policy(), NO_DRAFTS
     model = load_model(args.checkpoint, args.mesh)
@@ -185,18 +187,20 @@ def _generate(args: Generate) -> int:
     prefix = None
     if args.prefix_cache is not None:
         from infer.prefix import PrefixCache
-        from infer.store import BlockStore
 
-        prefix = PrefixCache(model, policy, args.decoder_replay, store=BlockStore(args.prefix_cache))
+        prefix = PrefixCache(model, policy, args.decoder_replay)
     generator = Generator(model, policy, args.decoder_replay, prefix, drafting)
     prompts = [generator.encode(text, f"prompt {n}" if len(texts) > 1 else "prompt") for n, text in enumerate(texts, 1)]
+    generator.check(prompts, [sampling] * len(prompts))
+    if prefix is not None:
+        # No file is left where anything else is wrong.
+        prefix.store = BlockStore(args.prefix_cache)
     stream = len(texts) == 1 and not args.json
 
     def show(_: int, piece: str) -> None:
         print(printable(piece), end="", flush=True)
 
     if stream:
-        generator.check(prompts, [sampling])
         show(0, texts[0])
     with contextlib.closing(prefix) if prefix else contextlib.nullcontext():
         found, speed = generator.generate(prompts, [sampling] * len(prompts), show if stream else None)
@@ -220,6 +224,8 @@ def _serve(args: Serve) -> int:
     except ModuleNotFoundError as error:
         raise UserError(f"serve: found no package {error.name!r}, allowed is what pip install 'dsv41[serve]' installs") from None
     limits = Limits(args.max_requests, args.max_body, args.timeout)
+    if not 0 < args.prefix_gib < math.inf:
+        raise UserError(f"prefix_gib: found {args.prefix_gib}, allowed is a number above 0")
     key = os.environ.get("DSV41_API_KEY", "") if args.api_key is None else args.api_key
     with listen(args.host, args.port) as listening:
         _use_compilation_cache()
@@ -227,6 +233,7 @@ def _serve(args: Serve) -> int:
         from infer.chat import speaking
         from infer.engine import PAGE, Engine
         from infer.model import load_model
+        from infer.store import BlockStore
 
         model = load_model(args.checkpoint, args.mesh)
         model = dataclasses.replace(model, tokenizer=speaking(model.tokenizer))
@@ -235,14 +242,15 @@ def _serve(args: Serve) -> int:
         prefix = None
         if args.prefix_cache is not None:
             from infer.prefix import PrefixCache
-            from infer.store import BlockStore
             from infer.windows import WindowPool
 
-            store = BlockStore(args.prefix_cache, int(args.prefix_gib * 2**30))
-            prefix = PrefixCache(model, policy, replay, PAGE, store, WindowPool())
+            prefix = PrefixCache(model, policy, replay, PAGE, windows=WindowPool())
         sizes = {"slots": args.slots, "longest": longest, "pages": args.pages}
         engine = Engine(model, policy, decoder_replay=replay, prefix=prefix, **sizes)
         service = Service(engine, args.name or args.checkpoint.resolve().name, limits, key)
+        if prefix is not None:
+            # No file is left where anything else is wrong.
+            prefix.store = BlockStore(args.prefix_cache, int(args.prefix_gib * 2**30))
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"serving {service.api.name} at {address}/v1; compiling", flush=True)

@@ -4,6 +4,7 @@ The sentences of `_EFFORT`, `_TOOLS` and `_FORMAT` are those of the encoder that
 (c) DeepSeek, MIT license), letter by letter as open ports of it and their tests have them; its own file was not compared.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -199,16 +200,16 @@ def _texts(content: Any, where: str) -> list[str]:
         return [""]
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise UserError(f"{where}.content: found {content!r:.60}, allowed is text or a list of text parts")
+        raise UserError(f"{where}: found {content!r:.60}, allowed is text or a list of text parts")
     texts = []
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-            raise UserError(f"{where}.content: found an image, allowed is text: this model has no vision")
+            raise UserError(f"{where}: found an image, allowed is text: this model has no vision")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         if not isinstance(text, str):
-            raise UserError(f'{where}.content: found {part!r:.60}, allowed is text or {{"type": "text", "text": ...}}')
+            raise UserError(f'{where}: found {part!r:.60}, allowed is text or {{"type": "text", "text": ...}}')
         if IMAGE in text:
-            raise UserError(f"{where}.content: found {IMAGE!r}, which stands for an image, allowed is text without it")
+            raise UserError(f"{where}: found {IMAGE!r}, which stands for an image, allowed is text without it")
         texts.append(text)
     return texts
 
@@ -223,23 +224,27 @@ def _turns(messages: Sequence[Any]) -> list[_Turn]:
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise UserError(f"{where}.role: found {role!r:.60}, allowed are {', '.join(_ROLES)}{nearest(str(role), _ROLES)}")
-        kind, texts = _ROLES[role], _texts(message.get("content"), where)
+        kind, texts = _ROLES[role], _texts(message.get("content"), f"{where}.content")
         if kind in ("user", "tool"):
             if not turns or turns[-1].role != "user":
                 turns.append(_Turn("user", []))
             if kind == "tool":
-                id = message.get("tool_call_id")
                 turns[-1].parts.append(f"<tool_result>{'\n\n'.join(texts)}</tool_result>")
-                turns[-1].ids.append(id if isinstance(id, str) else "")
+                turns[-1].ids.append(_id(message, "tool_call_id", where))
             else:
                 turns[-1].parts += texts
                 turns[-1].ids += [None] * len(texts)
         elif kind == "system":
             turns.append(_Turn("system", texts))
         else:
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            said = Reply("\n\n".join(_texts(reasoning, where)), "\n\n".join(texts), _calls(message, where))
-            turns.append(_Turn("assistant", [], [call.get("id") for call in message.get("tool_calls") or ()], said))
+            name = "reasoning_content" if message.get("reasoning_content") else "reasoning"
+            reasoning = "\n\n".join(_texts(message.get(name) or "", f"{where}.{name}"))
+            calls = message.get("tool_calls") or []
+            if not isinstance(calls, list):
+                raise UserError(f"{where}.tool_calls: found {calls!r:.60}, allowed is a list of calls")
+            made = tuple(_call(call, f"{where}.tool_calls[{m}]") for m, call in enumerate(calls))
+            ids: list[str | None] = [_id(call, "id", f"{where}.tool_calls[{m}]") for m, call in enumerate(calls)]
+            turns.append(_Turn("assistant", [], ids, Reply(reasoning, "\n\n".join(texts), made)))
     if not turns:
         raise UserError("messages: found none, allowed is one or more")
     order: dict[str | None, int] = {}
@@ -254,23 +259,27 @@ def _turns(messages: Sequence[Any]) -> list[_Turn]:
     return turns
 
 
-def _calls(message: Mapping[str, Any], where: str) -> tuple[Call, ...]:
-    calls = message.get("tool_calls") or []
-    found = []
-    for n, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            allowed = "a function with a name and arguments that are the JSON of an object"
-            raise UserError(f"{where}.tool_calls[{n}]: found {call!r:.60}, allowed is {allowed}")
-        found.append(Call(name, arguments))
-    return tuple(found)
+def _id(form: Mapping[str, Any], name: str, where: str) -> str:
+    """What a call, or the answer to one, is known by; "" where it is by nothing."""
+    id = form.get(name)
+    if id is not None and not isinstance(id, str):
+        raise UserError(f"{where}.{name}: found {id!r:.60}, allowed is text")
+    return id or ""
+
+
+def _call(call: Any, where: str) -> Call:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise UserError(f"{where}: found {call!r:.60}, allowed is an object with a function")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str):
+        raise UserError(f"{where}.function.name: found {name!r:.60}, allowed is text")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise UserError(f"{where}.function.arguments: found {arguments!r:.60}, allowed is the JSON of an object")
+    return Call(name, arguments)
 
 
 class ChatTokens:

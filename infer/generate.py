@@ -100,7 +100,7 @@ class Generator:
     """Continues prompts; programs are compiled once for each bucket of batch size, chunk width and cache capacity.
 
     decoder_replay: see `Steps`. prefix: of the same model, policy and replay; prompts begin with what it has, and leave their
-    blocks in it. drafting: how the model's drafter is used; its mode may be off.
+    blocks in it; snapshots of windows are the engine's alone. drafting: how the model's drafter is used; its mode may be off.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Generator:
         for row, ids in enumerate(prompts):
             keys = prefix.keys(ids)
             blocks = prefix.load(keys, ids)
-            hits[row] = hit = prefix.hit(keys, ids, len(blocks))
+            hits[row] = hit = prefix.hit(keys, ids, len(blocks), snapshots=False)
             if hit.kept:
                 at = self._place(row, cache)
                 cache = prefix.mover.put(cache, range(at, at + len(blocks)), blocks)

@@ -200,12 +200,15 @@ class PrefixCache:
     def _name(self, key: bytes) -> bytes:
         return key + self._windows_of
 
-    def hit(self, keys: Sequence[bytes], ids: Sequence[int], blocks: int) -> Hit:
-        """Where a prompt goes on of whose blocks so many are at hand: the place that leaves least to run, or its beginning."""
+    def hit(self, keys: Sequence[bytes], ids: Sequence[int], blocks: int, snapshots: bool = True) -> Hit:
+        """Where a prompt goes on of whose blocks so many are at hand: the place that leaves least to run, or its beginning.
+
+        snapshots: whether who asks can go on from one.
+        """
         end, kept = len(ids), blocks * self.block
         start = replay_start(self.config, end, kept, self.exact)
         best = Hit(kept, start, start)
-        if self.windows is not None:
+        if self.windows is not None and snapshots:
             names = [self._name(key) for key in (self.format.namespace, *keys[:blocks])]
             found = self.windows.find(names, ids, self.block)
             # The last token runs again for its logits; its row in the ring is not one that it reads.

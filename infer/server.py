@@ -272,7 +272,7 @@ class _Generation(Response):
 
     async def _asked(self) -> Asked:
         body = await _body(self.request, self.service.limits)
-        return await asyncio.to_thread(lambda: self.read(_json(body)))
+        return await asyncio.to_thread(_read, self.read, body)
 
     async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         answer, events = Answer(self.service.api, asked), self.service.events(asked)
@@ -356,12 +356,17 @@ async def _body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-def _json(body: bytes) -> Any:
+def _read(read: Callable[[Any], Asked], body: bytes) -> Asked:
+    no_json = "body: found no JSON ({:.120}), allowed is a JSON object"
     try:
-        return json.loads(body)
+        form = json.loads(body)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(f"body: found no JSON ({reason[:120]}), allowed is a JSON object") from None
+        raise UserError(no_json.format("nested too deeply" if isinstance(error, RecursionError) else str(error))) from None
+    try:
+        return read(form)
+    except RecursionError:
+        # What is written again, or shown, takes more of the stack than reading it did.
+        raise UserError(no_json.format("nested too deeply")) from None
 
 
 async def _attended(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

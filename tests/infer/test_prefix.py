@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dsv41 import cli
 from dsv41.config import replace
 from dsv41.errors import UserError
 from infer.generate import Generator
@@ -126,6 +127,15 @@ def test_other_weights_and_other_maps_find_nothing(make):
         assert prefix.load(prefix.keys(PROMPTS[0]), PROMPTS[0]) == []
     prefix = make().prefix
     assert len(prefix.load(prefix.keys(PROMPTS[0]), PROMPTS[0])) == 8
+
+
+def test_a_prompt_that_is_refused_leaves_no_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("infer.model.load_model", lambda run, mesh: MODEL)
+    words = ["--checkpoint", str(tmp_path), "--prompt", "a", "--prefix-cache", str(tmp_path / "a.db")]
+    for more in (["--json"], []):
+        assert cli.run(["generate", *words, "--max-new-tokens", "100000", *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "tokens and" in err and not list(tmp_path.iterdir())
 
 
 def test_what_cannot_have_a_prefix_cache():

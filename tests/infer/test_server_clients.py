@@ -260,13 +260,18 @@ def test_command(capsys, monkeypatch, tmp_path, model):
     assert "no checkpoint" in fails("--port", "0")
     assert "--port: found 70000, allowed is 0" in fails("--port", "70000")
     assert "--timeout: found 0.0, allowed is above 0" in fails("--timeout", "0")
+    for size in ("nan", "inf", "-1", "0"):
+        assert f"--prefix-gib: found {float(size)}, allowed is a number above 0" in fails(f"--prefix-gib={size}")
     with listen("127.0.0.1", 0) as taken:
         assert "Address already in use" in fails("--port", str(taken.getsockname()[1]))
     assert "--port: cannot listen on nowhere.invalid" in fails("--host", "nowhere.invalid")
     monkeypatch.setattr("infer.model.load_model", lambda run, mesh: model)
+    file = tmp_path / "a.db"
+    for words in (["--slots", "0"], ["--pages", "0"]):
+        assert f"{words[0]}: found 0" in fails("--port", "0", "--prefix-cache", str(file), *words)
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr("infer.engine.Engine", Scripted)
     monkeypatch.setenv("DSV41_API_KEY", "k")
-    file = tmp_path / "a.db"
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     heard = []

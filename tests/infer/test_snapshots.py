@@ -9,6 +9,7 @@ import pytest
 
 from bench.soak import Told
 from infer.engine import Engine
+from infer.generate import Generator
 from infer.prefix import PrefixCache
 from infer.requests import Request
 from infer.sampling import Sampling
@@ -96,6 +97,16 @@ def test_the_pool_holds_no_more_memory_than_it_counts(kept):
     states = [entry.state for pool in (pool, mine) for entry in pool._entries.values()]
     assert len(states) == 3 and all(leaf.base is None for leaf in jax.tree.leaves(states))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(states)) == pool.size + mine.size
+
+
+def test_a_batch_goes_on_from_blocks_alone(kept):
+    """Beside snapshots that an engine has left, behind more tokens."""
+    prefix = kept._reuse._prefix
+    ids, _, _ = run(kept, IDS[:46])
+    prefix.flush()
+    assert run(kept, IDS[:46])[2] == 46
+    done = Generator(kept.model, PLAIN, "halo", prefix).generate([IDS[:46]], [Sampling(max_new_tokens=8)])[0][0]
+    assert (done.ids, done.cached_tokens) == (ids, 36)
 
 
 MOVES = ("device.put_windows", "device.windows", "device.length", "_reuse._prefix.mover.take", "_reuse._prefix.mover.put")
