@@ -9,6 +9,7 @@ import contextlib
 import hmac
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -463,7 +464,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"port: cannot listen on {host}:{port} ({reason}), allowed is an address of this machine") from None
 
 
-def server(service: Service) -> uvicorn.Server:
+class _Server(uvicorn.Server):
+    interrupted = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+
+def server(service: Service) -> _Server:
     """Serves an application over HTTP; ``run(sockets=[...])`` returns once it is told to stop."""
     protocol = type("Protocol", (_Protocol,), {"arrival": service.limits.arrival})
     config = uvicorn.Config(
@@ -476,13 +485,17 @@ def server(service: Service) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=int(_STOP_SECONDS),
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def serve(service: Service, listening: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serves until SIGINT, which it raises as `KeyboardInterrupt`, or SIGTERM."""
     service.start(on_ready)
+    http = server(service)
     try:
-        server(service).run(sockets=[listening])
+        http.run(sockets=[listening])
     finally:
         service.stop()
+    # What the loop does with the signal that it is given again at its end depends on who else handles signals.
+    if http.interrupted:
+        raise KeyboardInterrupt
