@@ -300,7 +300,7 @@ def test_benchmarks_time_what_they_say(engine, monkeypatch, capsys, tmp_path):
 
 
 def test_random_weights_are_not_made_of_what_no_machine_holds():
-    with pytest.raises(UserError, match=r"found 'flash', .* allowed are slice, toy, small, forty"):
+    with pytest.raises(UserError, match=r"found 'flash', allowed are slice, toy, small, forty"):
         serving.open_model(serving.Options(preset="flash"))
 
 
