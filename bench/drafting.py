@@ -52,6 +52,8 @@ class Options:
     """Held-out files that are continued."""
     new_tokens: int = 64
     """Of each continuation."""
+    modes: tuple[Mode, ...] = ("fixed", "threshold", "scheduled")
+    """Of drafting that run beside plain decode."""
     out: Path | None = None
     """Also write the numbers to this JSON file."""
 
@@ -77,16 +79,16 @@ def accepted_by_slot(model: Model, draft: DraftParams, heldout: Any, options: Dr
     return examine(state, model.params, model.config, model.token_map, heldout, options)[0]
 
 
-def continuations(model: Model, run: Path, prompts: list[list[int]], temperature: float, new_tokens: int) -> dict[str, Any]:
+def continuations(model: Model, prompts: list[list[int]], temperature: float, options: Options) -> dict[str, Any]:
     """Each mode beside plain decode: tokens of a round, drafts that stayed, tokens a second and times plain decode's."""
     slots = model.config.dspark_block_size
     modes: dict[str, Generator] = {"off": Generator(model)}
-    modes |= {mode: Generator(model, drafting=_drafting(mode, run, slots)) for mode in ("fixed", "threshold", "scheduled")}
+    modes |= {mode: Generator(model, drafting=_drafting(mode, options.checkpoint, slots)) for mode in options.modes}
     sums: dict[str, Counter] = {name: Counter() for name in modes}
     ratios: dict[str, list[float]] = {name: [] for name in modes}
     same: Counter[str] = Counter()
     for seed, ids in enumerate([prompts[0], *prompts]):
-        rule, took, said = [Sampling(temperature=temperature, seed=seed, max_new_tokens=new_tokens)], {}, {}
+        rule, took, said = [Sampling(temperature=temperature, seed=seed, max_new_tokens=options.new_tokens)], {}, {}
         for name, generator in modes.items():
             (found,), speed = generator.generate([ids], rule)
             took[name], said[name] = speed.decode_seconds / max(len(found.ids), 1), found.ids
@@ -129,7 +131,7 @@ def main(options: Options) -> None:
     texts = [ids for ids in encode_documents(model.tokenizer, documents[1]) if len(ids) >= _PROMPT][: options.prompts]
     prompts = [[config.bos_token_id, *ids[:_PROMPT].tolist()] for ids in texts]
     for temperature in (0.0, 1.0):
-        part = continuations(model, options.checkpoint, prompts, temperature, options.new_tokens)
+        part = continuations(model, prompts, temperature, options)
         found[f"temperature {temperature:g}"] = part
         print(json.dumps(part, indent=1), flush=True)
     if options.steps:
